@@ -1,0 +1,179 @@
+"""Every error elasticep raises.
+
+    ElasticEPError
+    ├── ConfigError            a setting or argument that cannot be used
+    │   ├── GeometryError      sizes that do not fit together
+    │   ├── SpecError          an exchange that makes no sense, or that we do not stand for
+    │   ├── GroupMismatch      this engine and the group disagree on geometry, exchanges or layout
+    │   └── CapExceeded        more tokens than the exchange's cap
+    ├── TensorError            wrong dtype, shape, device or ids out of range
+    ├── NativeError            the native library is missing or refused a call
+    ├── MemoryShort            memory could not be reserved
+    ├── AttachError            a rank could not be attached
+    │   ├── DaemonUnavailable  no daemon behind the socket
+    │   ├── UnknownGroup       the daemon serves no such group
+    │   ├── UnknownRank        the daemon does not hold that rank
+    │   └── SeatTaken          another engine holds that rank
+    ├── Unavailable            controller or store cannot be reached within the deadline
+    │   └── NotLeader          this controller does not lead
+    ├── Fenced                 this rank was expelled; its work does not count
+    ├── StepTimeout            a barrier or exchange did not end within its deadline
+    ├── UsageError             calls in an order that is not allowed
+    └── PlacementError         no placement satisfies the request
+        └── ExpertsLost        no member holds these experts
+
+Messages name the thing, the limit and the remedy.
+"""
+
+from collections.abc import Sequence
+
+
+class ElasticEPError(Exception):
+    """Root of all errors of this package. `reason` is a stable, machine-readable word."""
+
+    reason = "INTERNAL"
+
+
+class ConfigError(ElasticEPError):
+    """A setting or an argument that cannot be used."""
+
+    reason = "CONFIG_INVALID"
+
+
+class GeometryError(ConfigError):
+    """Sizes that do not fit together."""
+
+    reason = "GEOMETRY_INVALID"
+
+
+class SpecError(ConfigError):
+    """An exchange that makes no sense, or a flag that we do not stand for."""
+
+    reason = "SPEC_INVALID"
+
+
+class GroupMismatch(ConfigError):
+    """This engine and the group disagree on geometry, exchanges or memory layout."""
+
+    reason = "GROUP_MISMATCH"
+
+
+class CapExceeded(ConfigError):
+    """A batch has more tokens than the exchange's cap."""
+
+    reason = "CAP_EXCEEDED"
+
+
+class TensorError(ElasticEPError):
+    """A tensor of the wrong dtype, shape or device, or with ids out of range."""
+
+    reason = "TENSOR_INVALID"
+
+
+class NativeError(ElasticEPError):
+    """The native library is missing, of another version, or refused a call."""
+
+    reason = "NATIVE"
+
+
+class MemoryShort(ElasticEPError):
+    """Memory could not be reserved."""
+
+    reason = "MEMORY_SHORT"
+
+
+class AttachError(ElasticEPError):
+    """An engine could not take its rank."""
+
+    reason = "ATTACH_FAILED"
+
+
+class DaemonUnavailable(AttachError):
+    """No daemon answers behind the socket."""
+
+    reason = "DAEMON_UNAVAILABLE"
+
+
+class UnknownGroup(AttachError):
+    """The daemon serves no such group."""
+
+    reason = "GROUP_UNKNOWN"
+
+
+class UnknownRank(AttachError):
+    """The daemon does not hold that rank."""
+
+    reason = "RANK_UNKNOWN"
+
+
+class SeatTaken(AttachError):
+    """Another engine holds that rank."""
+
+    reason = "SEAT_TAKEN"
+
+
+class Unavailable(ElasticEPError):
+    """Controller or store cannot be reached within the deadline."""
+
+    reason = "UNAVAILABLE"
+
+
+class NotLeader(Unavailable):
+    """This controller does not lead, or lost the lead while writing."""
+
+    reason = "NOT_LEADER"
+
+
+class Fenced(ElasticEPError):
+    """This rank was expelled; nothing it does counts until it attaches anew.
+
+    Attributes:
+        epoch: the first epoch without this rank (0 if not known).
+        why: what the daemon or the peers said.
+    """
+
+    reason = "FENCED"
+
+    def __init__(self, epoch: int, why: str) -> None:
+        super().__init__(
+            f"this rank was expelled (epoch {epoch}): {why}; attach again to take a new incarnation"
+        )
+        self.epoch = epoch
+        self.why = why
+
+
+class StepTimeout(ElasticEPError):
+    """A barrier or an exchange did not end within its deadline."""
+
+    reason = "STEP_TIMEOUT"
+
+
+class UsageError(ElasticEPError):
+    """Calls in an order that is not allowed."""
+
+    reason = "USAGE"
+
+
+class PlacementError(ElasticEPError):
+    """No placement satisfies the request."""
+
+    reason = "PLACEMENT_IMPOSSIBLE"
+
+
+class ExpertsLost(PlacementError):
+    """No member holds these experts.
+
+    Attributes:
+        lost: (layer, logical expert) pairs without a live replica.
+    """
+
+    reason = "EXPERTS_LOST"
+
+    def __init__(self, lost: Sequence[tuple[int, int]]) -> None:
+        self.lost = tuple(lost)
+        shown = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self.lost[:8])
+        more = f" and {len(self.lost) - 8} more" if len(self.lost) > 8 else ""
+        super().__init__(
+            f"{len(self.lost)} experts have no live replica ({shown}{more}); "
+            "add ranks, restore them from a backup, or set the policy to 'serve'"
+        )
