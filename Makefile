@@ -1,0 +1,86 @@
+# Everything happens in the checkout: a virtual environment in .venv, native libraries in
+# elasticep/_lib. `make build` is incremental; stamps in build/ say what was done.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# What a checkout installs besides the package's own dependencies.
+EXTRAS ?= local,cuda,nixl,engines,dev
+# AUTO: when nvcc is found. ON, OFF.
+ELASTICEP_CUDA ?= AUTO
+JOBS ?= $(shell nproc)
+PYTEST_ARGS ?=
+
+BUILD := build/native
+CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
+NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
+
+.PHONY: build native demo test lint format proto test-gpu wheel clean distclean
+.DEFAULT_GOAL := build
+
+build: native
+
+# --- environment
+build/venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "elasticep needs Python 3.11 or newer; set PYTHON=python3.11" >&2; exit 1; }
+	@mkdir -p build
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# One install of everything, pinned; the package itself becomes a path entry (its native parts are
+# built by the `native` target, not by pip).
+build/deps.stamp: build/venv.stamp pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet -c constraints.txt \
+	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja) pip
+	$(PY) -m pip install --quiet -c constraints.txt \
+	  -C wheel.cmake=false -C editable.mode=inplace -e '.[$(EXTRAS)]'
+	@touch $@
+
+# --- native libraries
+$(BUILD)/build.ninja: build/deps.stamp CMakeLists.txt
+	$(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) \
+	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DELASTICEP_CUDA=$(ELASTICEP_CUDA)
+	@touch $@
+
+# The linker replaces a library rather than writing into it, so running processes keep the old one.
+native: $(BUILD)/build.ninja
+	@flock build/native.lock $(CMAKE) --build $(BUILD) --parallel $(JOBS)
+
+# --- use
+demo: build
+	$(VENV)/bin/elasticep demo --ranks 4 --nodes 2 --kill worker
+
+test: build lint
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: build/deps.stamp
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: build/deps.stamp
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+proto: build/deps.stamp
+	$(PY) scripts/generate_protos.py
+
+# On a machine with a GPU, with the interpreter that is there (torch with CUDA, nvcc, cmake, ninja,
+# pytest) and nothing installed: GPU_PYTHON=python3.12 make test-gpu
+GPU_PYTHON ?= $(PYTHON)
+test-gpu:
+	cmake -S . -B build/gpu -G Ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
+	  -DPython_EXECUTABLE=$(shell command -v $(GPU_PYTHON)) -DELASTICEP_CUDA=ON
+	cmake --build build/gpu --parallel $(JOBS)
+	$(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+
+wheel: build/deps.stamp
+	$(PY) -m pip wheel --no-deps -w dist .
+
+clean:
+	rm -rf build/native build/gpu build/py3-* dist elasticep/_lib
+
+distclean: clean
+	rm -rf build $(VENV)

@@ -1,0 +1,76 @@
+"""Entry point of the `elasticep` command.
+
+A subcommand lives in `elasticep/cli/<name>.py` as a click command called `command`, and is one line
+of `SUBCOMMANDS`. Modules are imported when their command runs, so `elasticep --help` and shell
+completion stay fast and a daemon never imports what only the demo needs.
+"""
+
+import importlib
+import importlib.util
+import sys
+
+import click
+
+from elasticep import __version__
+from elasticep.errors import ElasticEPError
+
+# name -> one-line help
+SUBCOMMANDS: dict[str, str] = {
+    "up": "Run a whole cluster on this machine: etcd, controller, daemons.",
+    "daemon": "Run the node daemon.",
+    "controller": "Run a controller replica.",
+    "group": "Create and inspect groups.",
+    "status": "Show members, views and health.",
+    "placement": "Show or export a group's placement.",
+    "plan": "Plan a placement from recorded loads, without a cluster.",
+    "rebalance": "Ask for a rebalance of a group's experts.",
+    "drain": "Take ranks out of service, or put them back.",
+    "demo": "Serve a small model and kill a rank under it.",
+}
+
+
+def _exists(name: str) -> bool:
+    return importlib.util.find_spec(f"elasticep.cli.{name}") is not None
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported only when they are run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands whose modules are installed, in the table's order."""
+        return [name for name in SUBCOMMANDS if _exists(name)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command; None when there is no such command."""
+        if cmd_name not in SUBCOMMANDS or not _exists(cmd_name):
+            return None
+        command = importlib.import_module(f"elasticep.cli.{cmd_name}").command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"elasticep.cli.{cmd_name}.command is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table, without importing any of them."""
+        rows = [(name, SUBCOMMANDS[name]) for name in self.list_commands(ctx)]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="elasticep")
+def cli() -> None:
+    """Fault-tolerant elastic expert parallelism."""
+
+
+def main() -> None:
+    """Run the command line; an `ElasticEPError` becomes one line on stderr and exit status 1."""
+    try:
+        cli.main()
+    except ElasticEPError as error:
+        click.echo(f"error: {error.reason}: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

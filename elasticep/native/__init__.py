@@ -1,0 +1,11 @@
+"""Access to the native libraries through ctypes; never imports torch."""
+
+from elasticep.native.library import (
+    LIBRARY_DIR,
+    core,
+    cuda,
+    cuda_available,
+    load_library,
+)
+
+__all__ = ["LIBRARY_DIR", "core", "cuda", "cuda_available", "load_library"]

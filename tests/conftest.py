@@ -1,0 +1,45 @@
+"""Rules for every test: a time limit, repeatable hypothesis runs, GPU tests only with a GPU."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+TEST_LIMIT_S = 60.0
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+try:
+    from hypothesis import settings
+except ImportError:  # machines that run tests/gpu alone need not have it
+    pass
+else:
+    # The same examples every time, and no time limit per example on a loaded machine.
+    settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+    settings.load_profile("repeatable")
+
+
+def cuda_devices() -> int:
+    """Number of CUDA devices, asked of the driver itself so that torch need not be imported."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_gpu = None
+    for item in items:
+        # Nothing may hang the suite. A test that needs longer says so with its own mark.
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_LIMIT_S))
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") is not None:
+            if has_gpu is None:
+                has_gpu = cuda_devices() > 0
+            if not has_gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
