@@ -1,0 +1,331 @@
+"""A group's configuration: what every engine, daemon and controller of one EP instance agrees on.
+
+A group is created once. Whoever comes later brings the same config or is refused with
+`GroupMismatch`, which names the fields that differ. The order of `exchanges` is part of the
+config: dispatch and combine name an exchange by its index.
+"""
+
+import enum
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
+
+from elasticep.config import refuse_unknown
+from elasticep.errors import ConfigError, GroupMismatch
+from elasticep.geometry import GroupGeometry
+from elasticep.proto import types_pb2
+from elasticep.spec import ExchangeSpec
+
+MAX_EXCHANGES = 16
+MAX_TIMEOUT_MS = 3_600_000
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+_GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+
+class LostExperts(enum.StrEnum):
+    """What happens while an expert has no live replica."""
+
+    REFUSE = "refuse"  # no step runs
+    SERVE = "serve"  # steps run, tokens that needed it are flagged
+
+
+class Launch(enum.StrEnum):
+    """Who runs the kernels."""
+
+    SERVICE = "service"  # the worker process
+    INLINE = "inline"  # the engine's own thread or stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Deadlines of a group, all in milliseconds.
+
+    Attributes:
+        suspect_after_ms: a wait that lasts this long is reported; nobody is expelled for it.
+        hang_timeout_ms: the root of a wait is expelled after this.
+        exchange_timeout_ms: a wait inside a step tears the step after this.
+        step_timeout_ms: a step barrier returns unpassed after this.
+        node_timeout_ms: a node not heard of for this long is gone.
+    """
+
+    suspect_after_ms: int = 500
+    hang_timeout_ms: int = 5_000
+    exchange_timeout_ms: int = 10_000
+    step_timeout_ms: int = 30_000
+    node_timeout_ms: int = 1_500
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if not _is_int(value) or not 1 <= value <= MAX_TIMEOUT_MS:
+                raise ConfigError(
+                    f"timeouts.{name} is {value!r}; it must be 1 to {MAX_TIMEOUT_MS} milliseconds"
+                )
+        if self.hang_timeout_ms <= self.suspect_after_ms:
+            raise ConfigError(
+                f"timeouts.hang_timeout_ms ({self.hang_timeout_ms}) must be above "
+                f"suspect_after_ms ({self.suspect_after_ms}): waits are reported first"
+            )
+        if self.node_timeout_ms < 100:
+            raise ConfigError(
+                f"timeouts.node_timeout_ms is {self.node_timeout_ms}; below 100 a busy node "
+                "would be taken for a dead one"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """What all members of a group share; validated when made, so every instance is usable.
+
+    Attributes:
+        name: lower case letters, digits, ".", "_" and "-", at most 63 characters.
+        geometry: layers, experts, top-k, hidden size, slots per rank, most ranks.
+        exchanges: (name, spec) pairs; the index in this tuple is the exchange's number.
+        timeouts: deadlines in milliseconds.
+        lost_experts: policy while an expert has no live replica.
+        launch: who runs the kernels.
+        initial_ranks: the first view waits for ranks 0..initial_ranks-1.
+        min_ranks: no view with fewer members is proposed.
+        spare_copies: copies of an expert beyond its first, where slots allow.
+    """
+
+    name: str
+    geometry: GroupGeometry
+    exchanges: tuple[tuple[str, ExchangeSpec], ...]
+    initial_ranks: int
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    lost_experts: LostExperts = LostExperts.REFUSE
+    launch: Launch = Launch.SERVICE
+    min_ranks: int = 1
+    spare_copies: int = 1
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` naming the first field that cannot be used."""
+        _check_name("the group's name", self.name)
+        if not 1 <= len(self.exchanges) <= MAX_EXCHANGES:
+            raise ConfigError(
+                f"group {self.name!r} has {len(self.exchanges)} exchanges; "
+                f"it needs 1 to {MAX_EXCHANGES}"
+            )
+        names = [name for name, _ in self.exchanges]
+        for name in names:
+            _check_name(f"an exchange of group {self.name!r}", name)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"group {self.name!r} names an exchange twice: {', '.join(names)}")
+        most = self.geometry.max_ranks
+        self._check_range("initial_ranks", 1, most, "geometry.max_ranks")
+        self._check_range("min_ranks", 1, self.initial_ranks, "initial_ranks")
+        self._check_range("spare_copies", 0, most - 1, "geometry.max_ranks - 1")
+        slots = self.initial_ranks * self.geometry.slots_per_rank
+        if slots < self.geometry.experts:
+            raise ConfigError(
+                f"group {self.name!r}: {self.initial_ranks} initial ranks with "
+                f"{self.geometry.slots_per_rank} slots each hold {slots} experts of "
+                f"{self.geometry.experts}; raise initial_ranks or geometry.slots_per_rank"
+            )
+
+    def _check_range(self, name: str, low: int, high: int, limit: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or not low <= value <= high:
+            raise ConfigError(
+                f"group {self.name!r}: {name} is {value!r}; it must be {low} to {high} ({limit})"
+            )
+
+    # ---- plain form (TOML, JSON)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that `from_toml_dict` reads; plain values only."""
+        return {
+            "name": self.name,
+            "initial_ranks": self.initial_ranks,
+            "min_ranks": self.min_ranks,
+            "spare_copies": self.spare_copies,
+            "lost_experts": self.lost_experts.value,
+            "launch": self.launch.value,
+            "geometry": {name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS},
+            "timeouts": {f.name: getattr(self.timeouts, f.name) for f in fields(self.timeouts)},
+            "exchanges": {name: spec.to_dict() for name, spec in self.exchanges},
+        }
+
+    @classmethod
+    def from_toml_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read a group file.
+
+        Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `lost_experts`, `launch` and
+        the tables `[geometry]`, `[timeouts]` and `[exchanges.NAME]` (in the order of the file).
+        Unknown keys raise `ConfigError` with the nearest known one.
+        """
+        refuse_unknown("the group file", data, [f.name for f in fields(cls)])
+        geometry = _table(data, "geometry")
+        timeouts = _table(data, "timeouts", optional=True)
+        exchanges = _table(data, "exchanges")
+        refuse_unknown("[geometry]", geometry, _GEOMETRY_FIELDS)
+        refuse_unknown("[timeouts]", timeouts, [f.name for f in fields(Timeouts)])
+        for name in ("name", "initial_ranks"):
+            if name not in data:
+                raise ConfigError(f"the group file lacks {name}")
+        missing = [name for name in _GEOMETRY_FIELDS if not _is_int(geometry.get(name))]
+        if missing:
+            raise ConfigError(f"[geometry] needs whole numbers for {', '.join(missing)}")
+        rest: dict[str, Any] = {
+            name: data[name] for name in ("min_ranks", "spare_copies") if name in data
+        }
+        return cls(
+            name=data["name"],
+            geometry=GroupGeometry(**geometry),
+            exchanges=tuple((name, _exchange(name, _table(exchanges, name))) for name in exchanges),
+            initial_ranks=data["initial_ranks"],
+            timeouts=Timeouts(**timeouts),
+            lost_experts=_choice(LostExperts, "lost_experts", data),
+            launch=_choice(Launch, "launch", data),
+            **rest,
+        )
+
+    def canonical_json(self) -> str:
+        """One text per config: sorted keys, exchanges as a list, because their order counts."""
+        plain = self.to_dict()
+        plain["exchanges"] = [[name, spec.to_dict()] for name, spec in self.exchanges]
+        return _canonical(plain)
+
+    def digest(self) -> str:
+        """SHA-256 of `canonical_json`, in hex."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+    def require_same(self, other: "GroupConfig") -> None:
+        """Raise `GroupMismatch` naming the fields in which `other` differs from this config."""
+        differences = list(_differences("", self.to_dict(), other.to_dict()))
+        if not differences and self.digest() != other.digest():
+            differences = ["the order of the exchanges"]
+        if differences:
+            raise GroupMismatch(
+                f"group {self.name!r} exists with another config: {'; '.join(differences[:8])}; "
+                "use the group's config, or another group name"
+            )
+
+    # ---- wire form
+
+    def to_proto(self) -> types_pb2.GroupConfig:
+        """The message that crosses between processes."""
+        return types_pb2.GroupConfig(
+            name=self.name,
+            geometry=types_pb2.Geometry(
+                **{name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS}
+            ),
+            exchanges=[
+                types_pb2.Exchange(name=name, spec_json=_canonical(spec.to_dict()))
+                for name, spec in self.exchanges
+            ],
+            timeouts=types_pb2.Timeouts(
+                **{f.name: getattr(self.timeouts, f.name) for f in fields(self.timeouts)}
+            ),
+            lost_experts=_LOST_TO_PROTO[self.lost_experts],
+            launch=_LAUNCH_TO_PROTO[self.launch],
+            initial_ranks=self.initial_ranks,
+            min_ranks=self.min_ranks,
+            spare_copies=self.spare_copies,
+        )
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.GroupConfig) -> Self:
+        """Read a message; a timeout or enum that is not set takes its default."""
+        timeouts = {
+            f.name: getattr(message.timeouts, f.name)
+            for f in fields(Timeouts)
+            if getattr(message.timeouts, f.name)
+        }
+        exchanges = []
+        for exchange in message.exchanges:
+            try:
+                plain = json.loads(exchange.spec_json)
+            except ValueError as error:
+                raise ConfigError(
+                    f"exchange {exchange.name!r}: spec_json is not JSON ({error})"
+                ) from None
+            exchanges.append((exchange.name, _exchange(exchange.name, plain)))
+        return cls(
+            name=message.name,
+            geometry=GroupGeometry(
+                **{name: getattr(message.geometry, name) for name in _GEOMETRY_FIELDS}
+            ),
+            exchanges=tuple(exchanges),
+            timeouts=Timeouts(**timeouts),
+            lost_experts=_from_proto(_LOST_TO_PROTO, "lost_experts", message.lost_experts),
+            launch=_from_proto(_LAUNCH_TO_PROTO, "launch", message.launch),
+            initial_ranks=message.initial_ranks,
+            min_ranks=message.min_ranks or 1,
+            spare_copies=message.spare_copies,
+        )
+
+
+_LOST_TO_PROTO = {
+    LostExperts.REFUSE: types_pb2.LOST_EXPERTS_POLICY_REFUSE,
+    LostExperts.SERVE: types_pb2.LOST_EXPERTS_POLICY_SERVE,
+}
+_LAUNCH_TO_PROTO = {
+    Launch.SERVICE: types_pb2.LAUNCH_SERVICE,
+    Launch.INLINE: types_pb2.LAUNCH_INLINE,
+}
+
+
+def _from_proto(table: Mapping[_E, int], name: str, number: int) -> _E:
+    if number == 0:  # not set: the first one is the default
+        return next(iter(table))
+    for member, known in table.items():
+        if known == number:
+            return member
+    raise ConfigError(f"{name} has the number {number}, which this version does not know")
+
+
+def _canonical(plain: object) -> str:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} is {name!r}; use at most 63 of a-z, 0-9, '.', '_' and '-', "
+            "beginning and ending with a letter or digit"
+        )
+
+
+def _table(data: Mapping[str, Any], name: str, *, optional: bool = False) -> Mapping[str, Any]:
+    value = data.get(name, {} if optional else None)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"the group file lacks the table [{name}]")
+    return value
+
+
+def _exchange(name: str, plain: Any) -> ExchangeSpec:
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"exchange {name!r} must be a table of settings")
+    return ExchangeSpec.from_dict(dict(plain))
+
+
+def _choice(kind: type[_E], name: str, data: Mapping[str, Any]) -> _E:
+    value = data.get(name, next(iter(kind)))
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {value!r}; use one of {', '.join(member.value for member in kind)}"
+        ) from None
+
+
+def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        for key in sorted({*mine, *theirs}):
+            where = f"{path}.{key}" if path else str(key)
+            yield from _differences(where, mine.get(key), theirs.get(key))
+    elif mine != theirs:
+        yield f"{path} is {mine!r} in the group and {theirs!r} here"
