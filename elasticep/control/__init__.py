@@ -1,0 +1,1 @@
+"""What decides: placement, membership, rebalancing, and the controller that runs them."""
