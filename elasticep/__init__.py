@@ -1,7 +1,7 @@
 """elasticep keeps an expert-parallel MoE instance serving while ranks die and return.
 
-Importing this package is cheap: no name below imports torch, gRPC or the native library before it is
-used. An engine needs little more than `attach`; see `elasticep.client.session`.
+Importing this package is cheap: none of the names below imports torch, gRPC or the native library
+before it is used. An engine needs little more than `attach`; see `elasticep.client.session`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Generates elasticep/proto from protos/elasticep/v1 with grpcio-tools.
+"""Generates elasticep/proto from protos/elasticep/v1 with grpcio-tools and mypy-protobuf.
 
     python scripts/generate_protos.py              # rewrite the generated files
     python scripts/generate_protos.py --out DIR    # write them elsewhere
@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.resources
 import re
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "protos"
 TARGET = ROOT / "elasticep" / "proto"
+PLUGINS = Path(sysconfig.get_path("scripts"))
 # Newer generators write stubs that refuse the protobuf of existing engines.
 TOOLS_VERSION = "1.75.1"
 
@@ -43,9 +45,12 @@ def generate(out: Path) -> list[str]:
                 "protoc",
                 f"-I{SOURCES}",
                 f"-I{importlib.resources.files('grpc_tools') / '_proto'}",
+                f"--plugin=protoc-gen-mypy={PLUGINS / 'protoc-gen-mypy'}",
+                f"--plugin=protoc-gen-mypy_grpc={PLUGINS / 'protoc-gen-mypy_grpc'}",
                 f"--python_out={scratch}",
-                f"--pyi_out={scratch}",
                 f"--grpc_python_out={scratch}",
+                f"--mypy_out=quiet:{scratch}",
+                f"--mypy_grpc_out=quiet:{scratch}",
                 *map(str, protos),
             ]
         )
@@ -54,9 +59,11 @@ def generate(out: Path) -> list[str]:
         produced = {
             path.name: rewrite(path.read_text())
             for path in sorted(Path(scratch, "elasticep", "v1").iterdir())
-            # protoc writes an empty service module for a file without services.
-            if not path.name.endswith("_pb2_grpc.py") or "class " in path.read_text()
         }
+    # A file without services gets an empty service module.
+    for name, text in list(produced.items()):
+        if name.endswith("_pb2_grpc.py") and "_to_server(" not in text:
+            del produced[name], produced[f"{name}i"]
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob("*_pb2*"):
         if stale.name not in produced:
