@@ -29,11 +29,13 @@ build/venv.stamp:
 	@touch $@
 
 # One install of everything, pinned; the package itself becomes a path entry (its native parts are
-# built by the `native` target, not by pip).
+# built by the `native` target, not by pip). Without build isolation, which would fetch torch again;
+# setuptools builds etcd3, which has no wheel.
 build/deps.stamp: build/venv.stamp pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt \
-	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja) pip
-	$(PY) -m pip install --quiet -c constraints.txt \
+	  scikit-build-core setuptools \
+	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation \
 	  -C wheel.cmake=false -C editable.mode=inplace -e '.[$(EXTRAS)]'
 	@touch $@
 
@@ -76,8 +78,9 @@ test-gpu:
 	cmake --build build/gpu --parallel $(JOBS)
 	$(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
 
+# With the torch of .venv; a plain `pip wheel .` fetches one for the build.
 wheel: build/deps.stamp
-	$(PY) -m pip wheel --no-deps -w dist .
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
 
 clean:
 	rm -rf build/native build/gpu build/py3-* dist elasticep/_lib
