@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final, Self
 
-from elasticep.errors import SpecError
+from elasticep.config import refuse_unknown
+from elasticep.errors import ConfigError, SpecError
 from elasticep.wire import COMBINE_DTYPES, RowFormat, WireDtype
 
 __all__ = [
@@ -216,8 +217,8 @@ class ExchangeSpec:
         Names: ALLGATHER, NORMAL, LOW_LATENCY, EXPAND, EXPAND_SYNC, ROUTED and AUTO. The cap is
         128 rows per rank unless `max_tokens` says otherwise, for NORMAL and EXPAND_SYNC 4096.
         AUTO also takes `decode` (LOW_LATENCY, the default, or EXPAND) and `prefill_tokens`, the
-        cap of its prefill part, which is NORMAL; formats, `reduce`, `channels` and `num_sms`
-        apply to both parts.
+        cap of its prefill part, which is NORMAL (4096, or `max_tokens` if larger). Formats,
+        `reduce`, `channels` and `num_sms` apply to both parts.
         """
         key = name.upper() if isinstance(name, str) else name
         if key == "AUTO":
@@ -234,13 +235,29 @@ class ExchangeSpec:
         decode = given.pop("decode", "LOW_LATENCY")
         if decode not in ("LOW_LATENCY", "EXPAND"):
             raise SpecError(f"decode is {decode!r}; AUTO decodes with LOW_LATENCY or EXPAND")
-        cap = given.pop("prefill_tokens", DEFAULT_PREFILL_TOKENS)
+        tokens = given.get("max_tokens")
+        enough = max(tokens if isinstance(tokens, int) else 0, DEFAULT_PREFILL_TOKENS)
+        cap = given.pop("prefill_tokens", enough)
         if given.get("prefill") is None:
             shared = {name: given[name] for name in _SHARED_FIELDS if name in given}
             given["prefill"] = cls.preset("NORMAL", max_tokens=cap, **shared)
         elif "prefill_tokens" in changes:
             raise SpecError("prefill and prefill_tokens are both given; keep one of them")
         return cls.preset(decode, **given)
+
+    @classmethod
+    def from_sglang(cls, backend: str, mode: str | None = None, **settings: Any) -> "ExchangeSpec":
+        """What a value of SGLang's `--moe-a2a-backend` stands for; see `elasticep.flags`."""
+        from elasticep import flags  # which is built on this module
+
+        return flags.from_sglang(backend, mode, **settings)
+
+    @classmethod
+    def from_vllm(cls, backend: str, **settings: Any) -> "ExchangeSpec":
+        """What a value of vLLM's `--all2all-backend` stands for; see `elasticep.flags`."""
+        from elasticep import flags  # which is built on this module
+
+        return flags.from_vllm(backend, **settings)
 
     @property
     def by_expert(self) -> bool:
@@ -352,11 +369,10 @@ def _check_range(name: str, value: object, limit: int) -> None:
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    unknown = sorted(set(given) - set(_FIELD_NAMES))
-    if unknown:
-        raise SpecError(
-            f"an exchange has no setting {', '.join(unknown)}; known are {', '.join(_FIELD_NAMES)}"
-        )
+    try:
+        refuse_unknown("an exchange", given, _FIELD_NAMES)
+    except ConfigError as error:
+        raise SpecError(str(error)) from None
 
 
 ALLGATHER: Final = ExchangeSpec.preset("ALLGATHER")
