@@ -23,6 +23,7 @@ MAX_EXCHANGES = 16
 MAX_TIMEOUT_MS = 3_600_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
+_OPTIONAL_FIELDS = ("min_ranks", "spare_copies", "flap_limit", "manual_readmission")
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
@@ -91,6 +92,8 @@ class GroupConfig:
         initial_ranks: the first view waits for ranks 0..initial_ranks-1.
         min_ranks: no view with fewer members is proposed.
         spare_copies: copies of an expert beyond its first, where slots allow.
+        flap_limit: a rank that dies this often in ten minutes waits for an operator; 0: never.
+        manual_readmission: every rank that was expelled waits for an operator.
     """
 
     name: str
@@ -102,6 +105,8 @@ class GroupConfig:
     launch: Launch = Launch.SERVICE
     min_ranks: int = 1
     spare_copies: int = 1
+    flap_limit: int = 3
+    manual_readmission: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -119,10 +124,15 @@ class GroupConfig:
             _check_name(f"an exchange of group {self.name!r}", name)
         if len(set(names)) != len(names):
             raise ConfigError(f"group {self.name!r} names an exchange twice: {', '.join(names)}")
+        for _, spec in self.exchanges:
+            self.geometry.check_exchange(spec)
         most = self.geometry.max_ranks
         self._check_range("initial_ranks", 1, most, "geometry.max_ranks")
         self._check_range("min_ranks", 1, self.initial_ranks, "initial_ranks")
         self._check_range("spare_copies", 0, most - 1, "geometry.max_ranks - 1")
+        self._check_range("flap_limit", 0, 1_000, "deaths in ten minutes, 0 for no limit")
+        if not isinstance(self.manual_readmission, bool):
+            raise ConfigError(f"group {self.name!r}: manual_readmission must be true or false")
         slots = self.initial_ranks * self.geometry.slots_per_rank
         if slots < self.geometry.experts:
             raise ConfigError(
@@ -147,6 +157,8 @@ class GroupConfig:
             "initial_ranks": self.initial_ranks,
             "min_ranks": self.min_ranks,
             "spare_copies": self.spare_copies,
+            "flap_limit": self.flap_limit,
+            "manual_readmission": self.manual_readmission,
             "lost_experts": self.lost_experts.value,
             "launch": self.launch.value,
             "geometry": {name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS},
@@ -158,8 +170,9 @@ class GroupConfig:
     def from_toml_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read a group file.
 
-        Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `lost_experts`, `launch` and
-        the tables `[geometry]`, `[timeouts]` and `[exchanges.NAME]` (in the order of the file).
+        Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `flap_limit`,
+        `manual_readmission`, `lost_experts`, `launch` and the tables `[geometry]`, `[timeouts]`
+        and `[exchanges.NAME]` (in the order of the file).
         Unknown keys raise `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
@@ -174,9 +187,7 @@ class GroupConfig:
         missing = [name for name in _GEOMETRY_FIELDS if not _is_int(geometry.get(name))]
         if missing:
             raise ConfigError(f"[geometry] needs whole numbers for {', '.join(missing)}")
-        rest: dict[str, Any] = {
-            name: data[name] for name in ("min_ranks", "spare_copies") if name in data
-        }
+        rest: dict[str, Any] = {name: data[name] for name in _OPTIONAL_FIELDS if name in data}
         return cls(
             name=data["name"],
             geometry=GroupGeometry(**geometry),
@@ -230,6 +241,8 @@ class GroupConfig:
             initial_ranks=self.initial_ranks,
             min_ranks=self.min_ranks,
             spare_copies=self.spare_copies,
+            flap_limit=self.flap_limit,
+            manual_readmission=self.manual_readmission,
         )
 
     @classmethod
@@ -261,6 +274,8 @@ class GroupConfig:
             initial_ranks=message.initial_ranks,
             min_ranks=message.min_ranks or 1,
             spare_copies=message.spare_copies,
+            flap_limit=message.flap_limit if message.HasField("flap_limit") else 3,
+            manual_readmission=message.manual_readmission,
         )
 
 

@@ -136,22 +136,66 @@ Global___NodeHello: _TypeAlias = NodeHello  # noqa: Y015
 
 @_typing.final
 class NodeHeartbeat(_message.Message):
+    """Sent every node_timeout_ms / 3 of the group with the shortest one."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProgress]:
+        """every seat whose engine is attached"""
 
     def __init__(
         self,
+        *,
+        ranks: _abc.Iterable[Global___RankProgress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeHeartbeat: _TypeAlias = NodeHeartbeat  # noqa: Y015
 
 @_typing.final
+class RankProgress(_message.Message):
+    """A rank whose progress moves is slow at worst, never hung; one in warmup is not judged at all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.int
+    progress: _builtins.int
+    warmup: _builtins.bool
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        progress: _builtins.int = ...,
+        warmup: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation", "progress", b"progress", "rank", b"rank", "warmup", b"warmup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProgress: _TypeAlias = RankProgress  # noqa: Y015
+
+@_typing.final
 class Staged(_message.Message):
-    """This rank maps all peers of the epoch, has its weights and has written its bank (error empty)."""
+    """This rank maps all peers of the epoch, has its weights and has written its bank (error empty). A
+    rank that runs no epoch yet says so only when its engine also waits in step().
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -215,7 +259,9 @@ Global___Adopted: _TypeAlias = Adopted  # noqa: Y015
 
 @_typing.final
 class WaitReport(_message.Message):
-    """A rank has waited longer than suspect_after_ms; since_ms = 0 withdraws the report."""
+    """A rank has waited longer than suspect_after_ms; waited_ms = 0 withdraws the report. A report that
+    stands is sent again after every NodeHello.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,21 +368,30 @@ class Proposal(_message.Message):
 
     VIEW_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    STAGE_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> _types_pb2.View: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.NodeEndpoint]:
         """of all members"""
 
+    @_builtins.property
+    def stage_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The node stages the view for these ranks of its own only (but sets the dead words of `expelled`
+        at once). A view with joiners is staged by the joiners first; it comes a second time for the
+        others when every joiner has.
+        """
+
     def __init__(
         self,
         *,
         view: _types_pb2.View | None = ...,
         nodes: _abc.Iterable[_types_pb2.NodeEndpoint] | None = ...,
+        stage_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "stage_ranks", b"stage_ranks", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +399,10 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
+    """An incarnation is expelled. Its own node fences it and ends worker and engine if they do not let go;
+    every other node sets its dead word. May come more than once.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -477,8 +536,14 @@ class GroupStatus(_message.Message):
     ADOPTED_EPOCH_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    LOST_EXPERTS_FIELD_NUMBER: _builtins.int
     adopted_epoch: _builtins.int
     """lowest epoch that every live member reported"""
+    waiting: _builtins.str
+    """why no further view is proposed; empty: nothing is wanted"""
+    lost_experts: _builtins.int
+    """(layer, expert) pairs of the view without a replica"""
     @_builtins.property
     def config(self) -> _types_pb2.GroupConfig: ...
     @_builtins.property
@@ -499,10 +564,12 @@ class GroupStatus(_message.Message):
         adopted_epoch: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         history: _abc.Iterable[_builtins.str] | None = ...,
+        waiting: _builtins.str = ...,
+        lost_experts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "ranks", b"ranks", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "lost_experts", b"lost_experts", "ranks", b"ranks", "view", b"view", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

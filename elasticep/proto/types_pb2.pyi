@@ -69,25 +69,25 @@ class _SeatStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SeatState.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEAT_STATE_UNSPECIFIED: _SeatState.ValueType  # 0
     SEAT_STATE_EMPTY: _SeatState.ValueType  # 1
-    """no worker yet, or the old one is not confirmed gone"""
+    """no worker: never started, or confirmed gone with its engine"""
     SEAT_STATE_READY: _SeatState.ValueType  # 2
     """worker up, no engine"""
     SEAT_STATE_ATTACHED: _SeatState.ValueType  # 3
     """worker and engine up"""
     SEAT_STATE_DEAD: _SeatState.ValueType  # 4
-    """this incarnation is over"""
+    """this incarnation is over; EMPTY follows when its processes are gone"""
 
 class SeatState(_SeatState, metaclass=_SeatStateEnumTypeWrapper): ...
 
 SEAT_STATE_UNSPECIFIED: SeatState.ValueType  # 0
 SEAT_STATE_EMPTY: SeatState.ValueType  # 1
-"""no worker yet, or the old one is not confirmed gone"""
+"""no worker: never started, or confirmed gone with its engine"""
 SEAT_STATE_READY: SeatState.ValueType  # 2
 """worker up, no engine"""
 SEAT_STATE_ATTACHED: SeatState.ValueType  # 3
 """worker and engine up"""
 SEAT_STATE_DEAD: SeatState.ValueType  # 4
-"""this incarnation is over"""
+"""this incarnation is over; EMPTY follows when its processes are gone"""
 Global___SeatState: _TypeAlias = SeatState  # noqa: Y015
 
 @_typing.final
@@ -199,6 +199,8 @@ class GroupConfig(_message.Message):
     INITIAL_RANKS_FIELD_NUMBER: _builtins.int
     MIN_RANKS_FIELD_NUMBER: _builtins.int
     SPARE_COPIES_FIELD_NUMBER: _builtins.int
+    FLAP_LIMIT_FIELD_NUMBER: _builtins.int
+    MANUAL_READMISSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     lost_experts: Global___LostExpertsPolicy.ValueType
     launch: Global___Launch.ValueType
@@ -208,6 +210,10 @@ class GroupConfig(_message.Message):
     """no view with fewer members is proposed"""
     spare_copies: _builtins.int
     """R: copies beyond the first of an expert, where slots allow"""
+    flap_limit: _builtins.int
+    """A rank that dies this often in ten minutes waits for an operator; 0: it never does. Default 3."""
+    manual_readmission: _builtins.bool
+    """every rank that was expelled waits for an operator"""
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -226,12 +232,16 @@ class GroupConfig(_message.Message):
         initial_ranks: _builtins.int = ...,
         min_ranks: _builtins.int = ...,
         spare_copies: _builtins.int = ...,
+        flap_limit: _builtins.int | None = ...,
+        manual_readmission: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "timeouts", b"timeouts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "flap_limit", b"flap_limit", "geometry", b"geometry", "timeouts", b"timeouts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchanges", b"exchanges", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "min_ranks", b"min_ranks", "name", b"name", "spare_copies", b"spare_copies", "timeouts", b"timeouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "spare_copies", b"spare_copies", "timeouts", b"timeouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
+    _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__flap_limit) -> _WhichOneofReturnType__flap_limit | None: ...
 
 Global___GroupConfig: _TypeAlias = GroupConfig  # noqa: Y015
 
@@ -305,15 +315,15 @@ class View(_message.Message):
     epoch: _builtins.int
     """>= 1, never reused"""
     previous_epoch: _builtins.int
-    """0: the group's first view"""
+    """0: no member runs an earlier one (the group's first view)"""
     digest: _builtins.int
-    """of members and placement, see elasticep/native"""
+    """of epoch, members and placement; the same wherever this view is staged"""
     reason: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
     def expelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """incarnations whose dead word this proposal sets"""
+        """Incarnations whose dead word this proposal sets: all that left since the last adopted view."""
 
     @_builtins.property
     def placement(self) -> Global___Placement: ...
