@@ -1,5 +1,5 @@
 # Everything happens in the checkout: a virtual environment in .venv, native libraries in
-# elasticep/_lib. `make build` is incremental; stamps in build/ say what was done.
+# elasticep/_lib. `make build` is incremental; stamps say what was done.
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,27 +21,32 @@ NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 build: native
 
 # --- environment
-build/venv.stamp:
+$(VENV)/created.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "elasticep needs Python 3.11 or newer; set PYTHON=python3.11" >&2; exit 1; }
-	@mkdir -p build
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # One install of everything, pinned; the package itself becomes a path entry (its native parts are
 # built by the `native` target, not by pip). Without build isolation, which would fetch torch again;
 # setuptools builds etcd3, which has no wheel.
-build/deps.stamp: build/venv.stamp pyproject.toml constraints.txt
-	$(PY) -m pip install --quiet -c constraints.txt \
-	  scikit-build-core setuptools \
+DEPS := $(VENV)/deps.stamp
+$(DEPS): $(VENV)/created.stamp pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet -c constraints.txt scikit-build-core setuptools \
 	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation \
 	  -C wheel.cmake=false -C editable.mode=inplace -e '.[$(EXTRAS)]'
 	@touch $@
 
 # --- native libraries
-$(BUILD)/build.ninja: build/deps.stamp CMakeLists.txt
-	$(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA) \
+CUDA_CHOICE := build/cuda-$(ELASTICEP_CUDA).stamp
+$(CUDA_CHOICE):
+	@rm -f build/cuda-*.stamp elasticep/_lib/libelasticep_cuda.so
+	@mkdir -p build
+	@touch $@
+
+$(BUILD)/build.ninja: $(DEPS) $(CUDA_CHOICE) CMakeLists.txt
+	$(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(NINJA)) \
 	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DELASTICEP_CUDA=$(ELASTICEP_CUDA)
 	@touch $@
@@ -57,16 +62,16 @@ demo: build
 test: build lint
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-lint: build/deps.stamp
+lint: $(DEPS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: build/deps.stamp
+format: $(DEPS)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-proto: build/deps.stamp
+proto: $(DEPS)
 	$(PY) scripts/generate_protos.py
 
 # On a machine with a GPU, with the interpreter that is there (torch with CUDA, nvcc, cmake, ninja,
@@ -74,16 +79,16 @@ proto: build/deps.stamp
 GPU_PYTHON ?= $(PYTHON)
 test-gpu:
 	cmake -S . -B build/gpu -G Ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
-	  -DPython_EXECUTABLE=$(shell command -v $(GPU_PYTHON)) -DELASTICEP_CUDA=ON
+	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(GPU_PYTHON))) -DELASTICEP_CUDA=ON
 	cmake --build build/gpu --parallel $(JOBS)
 	$(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
 
 # With the torch of .venv; a plain `pip wheel .` fetches one for the build.
-wheel: build/deps.stamp
+wheel: $(DEPS)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf build/native build/gpu build/py3-* dist elasticep/_lib
+	rm -rf build dist elasticep/_lib
 
 distclean: clean
-	rm -rf build $(VENV)
+	rm -rf $(VENV)

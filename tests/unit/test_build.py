@@ -1,5 +1,6 @@
 """The build's own promises: what loads, what stays out, what is up to date."""
 
+import ast
 import ctypes
 import importlib
 import importlib.util
@@ -10,10 +11,12 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 
 import elasticep
 from elasticep import native
+from elasticep.cli.main import SUBCOMMANDS, cli
 from elasticep.errors import ElasticEPError, NativeError
 from elasticep.native import library
 
@@ -104,6 +107,19 @@ def test_every_public_name_resolves_where_the_table_says() -> None:
         assert getattr(elasticep, name) is getattr(importlib.import_module(module), name)
 
 
+def test_type_checkers_see_the_same_public_names() -> None:
+    tree = ast.parse(Path(elasticep.__file__).read_text())
+    imports = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imports == elasticep._EXPORTS
+
+
 def test_every_error_is_public() -> None:
     errors = importlib.import_module("elasticep.errors")
     names = {
@@ -182,6 +198,19 @@ def test_pinned_versions_satisfy_the_package() -> None:
     for requirement in map(Requirement, requirements):
         assert requirement.name in pinned, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pinned[requirement.name])
+
+
+def test_every_command_module_is_in_the_table() -> None:
+    modules = {path.stem for path in (ROOT / "elasticep" / "cli").glob("[a-z]*.py")}
+    commands = {name for name in modules - {"main"} if hasattr(load_command(name), "command")}
+    assert commands <= set(SUBCOMMANDS)
+    group = click.Context(cli)
+    for name in cli.list_commands(group):
+        assert cli.get_command(group, name) is not None
+
+
+def load_command(name: str) -> ModuleType:
+    return importlib.import_module(f"elasticep.cli.{name}")
 
 
 def test_command_line_lists_its_commands_without_importing_them() -> None:
