@@ -30,7 +30,10 @@ def ranks_needed(experts: int, topk: int, ranks: int) -> float:
     def reached(held: int) -> Fraction:
         return 1 - Fraction(math.comb(experts - held, topk), every)
 
-    return float(larger * reached(small + 1) + (ranks - larger) * reached(small))
+    needed = (ranks - larger) * reached(small)
+    if larger:
+        needed += larger * reached(small + 1)
+    return float(needed)
 
 
 def copies_per_token(copies: Copies, *, experts: int, topk: int, ranks: int) -> float:
