@@ -81,7 +81,7 @@ test-gpu:
 	cmake -S . -B build/gpu -G Ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
 	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(GPU_PYTHON))) -DELASTICEP_CUDA=ON
 	cmake --build build/gpu --parallel $(JOBS)
-	$(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+	ELASTICEP_REQUIRE_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
 
 # With the torch of .venv; a plain `pip wheel .` fetches one for the build.
 wheel: $(DEPS)

@@ -1,6 +1,10 @@
-"""Rules for every test: a time limit, repeatable hypothesis runs, GPU tests only with a GPU."""
+"""Rules for every test: a time limit, repeatable hypothesis runs, GPU tests only with a GPU.
+
+With ELASTICEP_REQUIRE_GPU set, a missing GPU fails these tests instead of skipping them.
+"""
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -41,5 +45,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") is not None:
             if has_gpu is None:
                 has_gpu = cuda_devices() > 0
-            if not has_gpu:
+            if not has_gpu and not os.environ.get("ELASTICEP_REQUIRE_GPU"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
