@@ -12,47 +12,58 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. Kept in step with the imports below, which only type
 # checkers and editors read; a test compares the two.
 _EXPORTS: dict[str, str] = {
+    "ALLGATHER": "elasticep.spec",
+    "AUTO": "elasticep.spec",
     "AttachError": "elasticep.errors",
     "CapExceeded": "elasticep.errors",
     "ConfigError": "elasticep.errors",
+    "Copies": "elasticep.spec",
     "DaemonUnavailable": "elasticep.errors",
+    "EXPAND": "elasticep.spec",
+    "EXPAND_SYNC": "elasticep.spec",
     "ElasticEPError": "elasticep.errors",
+    "Exchange": "elasticep.client.exchange",
+    "ExchangeSpec": "elasticep.spec",
     "ExpertsLost": "elasticep.errors",
     "Fenced": "elasticep.errors",
     "GeometryError": "elasticep.errors",
+    "GroupConfig": "elasticep.group",
+    "GroupGeometry": "elasticep.geometry",
     "GroupMismatch": "elasticep.errors",
+    "LOW_LATENCY": "elasticep.spec",
+    "Launch": "elasticep.group",
+    "Layout": "elasticep.spec",
+    "LostExperts": "elasticep.group",
     "MemoryShort": "elasticep.errors",
+    "NORMAL": "elasticep.spec",
     "NativeError": "elasticep.errors",
     "NotLeader": "elasticep.errors",
     "PlacementError": "elasticep.errors",
+    "ROUTED": "elasticep.spec",
+    "Received": "elasticep.client.exchange",
+    "Reduce": "elasticep.spec",
     "SeatTaken": "elasticep.errors",
+    "Session": "elasticep.client.session",
     "SpecError": "elasticep.errors",
+    "Step": "elasticep.client.session",
     "StepTimeout": "elasticep.errors",
+    "StepTorn": "elasticep.errors",
     "TensorError": "elasticep.errors",
+    "Timeouts": "elasticep.group",
     "Unavailable": "elasticep.errors",
     "UnknownGroup": "elasticep.errors",
     "UnknownRank": "elasticep.errors",
     "UsageError": "elasticep.errors",
-    "GroupGeometry": "elasticep.geometry",
-    "GroupConfig": "elasticep.group",
-    "Launch": "elasticep.group",
-    "LostExperts": "elasticep.group",
-    "Timeouts": "elasticep.group",
-    "ALLGATHER": "elasticep.spec",
-    "AUTO": "elasticep.spec",
-    "EXPAND": "elasticep.spec",
-    "EXPAND_SYNC": "elasticep.spec",
-    "LOW_LATENCY": "elasticep.spec",
-    "NORMAL": "elasticep.spec",
-    "ROUTED": "elasticep.spec",
-    "Copies": "elasticep.spec",
-    "ExchangeSpec": "elasticep.spec",
-    "Layout": "elasticep.spec",
-    "Reduce": "elasticep.spec",
+    "View": "elasticep.client.view",
     "WireDtype": "elasticep.wire",
+    "attach": "elasticep.client.attach",
 }
 
 if TYPE_CHECKING:
+    from elasticep.client.attach import attach
+    from elasticep.client.exchange import Exchange, Received
+    from elasticep.client.session import Session, Step
+    from elasticep.client.view import View
     from elasticep.errors import (
         AttachError,
         CapExceeded,
@@ -70,21 +81,15 @@ if TYPE_CHECKING:
         SeatTaken,
         SpecError,
         StepTimeout,
+        StepTorn,
         TensorError,
         Unavailable,
         UnknownGroup,
         UnknownRank,
         UsageError,
     )
-    from elasticep.geometry import (
-        GroupGeometry,
-    )
-    from elasticep.group import (
-        GroupConfig,
-        Launch,
-        LostExperts,
-        Timeouts,
-    )
+    from elasticep.geometry import GroupGeometry
+    from elasticep.group import GroupConfig, Launch, LostExperts, Timeouts
     from elasticep.spec import (
         ALLGATHER,
         AUTO,
@@ -98,9 +103,7 @@ if TYPE_CHECKING:
         Layout,
         Reduce,
     )
-    from elasticep.wire import (
-        WireDtype,
-    )
+    from elasticep.wire import WireDtype
 
 __all__ = [
     "ALLGATHER",
@@ -116,6 +119,7 @@ __all__ = [
     "Copies",
     "DaemonUnavailable",
     "ElasticEPError",
+    "Exchange",
     "ExchangeSpec",
     "ExpertsLost",
     "Fenced",
@@ -130,18 +134,24 @@ __all__ = [
     "NativeError",
     "NotLeader",
     "PlacementError",
+    "Received",
     "Reduce",
     "SeatTaken",
+    "Session",
     "SpecError",
+    "Step",
     "StepTimeout",
+    "StepTorn",
     "TensorError",
     "Timeouts",
     "Unavailable",
     "UnknownGroup",
     "UnknownRank",
     "UsageError",
+    "View",
     "WireDtype",
     "__version__",
+    "attach",
 ]
 
 

@@ -18,6 +18,7 @@
     │   └── NotLeader          this controller does not lead
     ├── Fenced                 this rank was expelled; its work does not count
     ├── StepTimeout            a barrier or exchange did not end within its deadline
+    ├── StepTorn               this step does not count; its `with` block takes this error in
     ├── UsageError             calls in an order that is not allowed
     └── PlacementError         no placement satisfies the request
         └── ExpertsLost        no member holds these experts
@@ -146,6 +147,16 @@ class StepTimeout(ElasticEPError):
     """A barrier or an exchange did not end within its deadline."""
 
     reason = "STEP_TIMEOUT"
+
+
+class StepTorn(ElasticEPError):
+    """The running step is torn: it does not count, and its remaining calls raise this at once.
+
+    The `with session.step()` block takes it in and leaves `step.complete` False, so an engine that
+    lets it pass sees nothing but an incomplete step.
+    """
+
+    reason = "STEP_TORN"
 
 
 class UsageError(ElasticEPError):

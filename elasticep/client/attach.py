@@ -1,0 +1,157 @@
+"""How an engine takes its rank."""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elasticep.client.handle import NativeHandle
+from elasticep.client.session import Session
+from elasticep.config import ClientConfig, load_config
+from elasticep.errors import ConfigError, DaemonUnavailable
+from elasticep.group import GroupConfig
+from elasticep.native import abi
+
+if TYPE_CHECKING:
+    from elasticep.proto import node_pb2
+
+DEFAULT_TIMEOUT_S: Final = 30.0
+_DETACH_TIMEOUT_S: Final = 2.0
+_ANSWER_MARGIN_S: Final = 2.0  # the daemon's own deadline runs out first and says why
+
+
+def attach(
+    group: str | None = None,
+    rank: int | None = None,
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    config: GroupConfig | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> Session:
+    """Take a rank of a group for this process.
+
+    Args:
+        group: the group's name; None: that of `config`, else `ELASTICEP_GROUP`.
+        rank: the seat; None: `ELASTICEP_RANK`.
+        socket: path of the daemon's Unix socket; None: `ELASTICEP_SOCKET`, else
+            `$XDG_RUNTIME_DIR/elasticep/daemon.sock`.
+        config: the group's config: creates the group, or must agree with the existing one. Not
+            needed once the group exists.
+        timeout: seconds until the rank must be ready for use.
+
+    Returns:
+        The session; detach it, or use it with `with`.
+
+    Raises:
+        DaemonUnavailable: nobody answers behind the socket.
+        UnknownGroup, UnknownRank, SeatTaken: what the daemon says of group and rank.
+        GroupMismatch: the group exists with another config, or another version's memory layout.
+        AttachError: the rank was not ready within `timeout`.
+        ConfigError: group or rank are not given, or cannot be used.
+    """
+    if timeout <= 0:
+        raise ConfigError(f"timeout is {timeout!r} seconds; it must be positive")
+    settings = _settings(group, rank, socket, config)
+    deadline = time.monotonic() + timeout
+    answer = _ask(settings, config, timeout)
+    agreed = GroupConfig.from_proto(answer.config)
+    if config is not None:
+        agreed.require_same(config)
+    left_ms = max(1, round((deadline - time.monotonic()) * 1000))
+    handle = NativeHandle(answer.fd_socket, answer.ticket, left_ms)
+    return Session(
+        handle,
+        agreed,
+        rank=settings.rank,
+        incarnation=answer.incarnation,
+        release=lambda: _release(settings, answer.incarnation),
+    )
+
+
+def _settings(
+    group: str | None,
+    rank: int | None,
+    socket: str | os.PathLike[str] | None,
+    config: GroupConfig | None,
+) -> ClientConfig:
+    if config is not None and group not in (None, config.name):
+        raise ConfigError(
+            f"group is {group!r} but config is that of {config.name!r}; leave group out"
+        )
+    flags = {
+        "group": config.name if config is not None else group,
+        "rank": rank,
+        "socket": None if socket is None else os.fspath(socket),
+    }
+    settings = load_config(ClientConfig, flags=flags)
+    if not settings.group:
+        raise ConfigError("which group? pass group or config, or set ELASTICEP_GROUP")
+    if settings.rank < 0:
+        raise ConfigError("which rank? pass rank, or set ELASTICEP_RANK")
+    if config is not None and settings.rank >= config.geometry.max_ranks:
+        raise ConfigError(
+            f"rank {settings.rank} of group {config.name!r}, whose geometry.max_ranks is "
+            f"{config.geometry.max_ranks}; ranks are 0 to {config.geometry.max_ranks - 1}"
+        )
+    if not Path(settings.socket).exists():
+        raise DaemonUnavailable(
+            f"there is no socket {settings.socket}; start `elasticep daemon` on this node, or set "
+            "ELASTICEP_SOCKET to its socket"
+        )
+    return settings
+
+
+def _ask(
+    settings: ClientConfig, config: GroupConfig | None, timeout: float
+) -> "node_pb2.AttachResponse":
+    import grpc
+
+    from elasticep.client.rpc import typed_error
+    from elasticep.proto import node_pb2, node_pb2_grpc
+
+    abi.api()  # a library of another version is refused before the seat is asked for
+    request = node_pb2.AttachRequest(
+        group=settings.group,
+        rank=settings.rank,
+        pid=os.getpid(),
+        config=None if config is None else config.to_proto(),
+        layout_digest=0 if config is None else _layout_digest(config),
+        abi_version=abi.ABI_VERSION,
+        wait_ms=round(timeout * 1000),
+    )
+    what = f"attach to rank {settings.rank} of group {settings.group!r}"
+    with grpc.insecure_channel(f"unix:{settings.socket}") as channel:
+        try:
+            return node_pb2_grpc.NodeServiceStub(channel).Attach(
+                request, timeout=timeout + _ANSWER_MARGIN_S
+            )
+        except grpc.RpcError as error:
+            raise typed_error(error, settings.socket, what) from None
+
+
+def _layout_digest(config: GroupConfig) -> int:
+    import ctypes
+
+    from elasticep.native.convert import geometry_struct
+
+    info = abi.LayoutInfo()
+    geometry = geometry_struct(config)
+    code = abi.api().ep_layout(ctypes.byref(geometry), ctypes.byref(info))
+    abi.check(code, f"memory layout of group {config.name!r}")
+    return int(info.digest)
+
+
+def _release(settings: ClientConfig, incarnation: int) -> None:
+    """Tell the daemon that this is no death; if it is away, it finds out by itself."""
+    import grpc
+
+    from elasticep.proto import node_pb2, node_pb2_grpc
+
+    request = node_pb2.DetachRequest(
+        group=settings.group, rank=settings.rank, incarnation=incarnation
+    )
+    with grpc.insecure_channel(f"unix:{settings.socket}") as channel:
+        try:
+            node_pb2_grpc.NodeServiceStub(channel).Detach(request, timeout=_DETACH_TIMEOUT_S)
+        except grpc.RpcError:
+            return

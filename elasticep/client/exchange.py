@@ -1,0 +1,420 @@
+"""Dispatch and combine over the memory that all ranks share.
+
+What `dispatch` returns are tensors over that memory, not copies. Everything that an engine passes
+in is checked before a byte is written, so a wrong call raises here and no rank sees garbage.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import numpy as np
+import torch
+
+from elasticep.client.handle import DispatchInput
+from elasticep.errors import CapExceeded, ElasticEPError, SpecError, TensorError, UsageError
+from elasticep.group import LostExperts
+from elasticep.native import abi
+from elasticep.spec import ExchangeSpec, Layout, Reduce
+from elasticep.wire import WireDtype
+
+if TYPE_CHECKING:
+    from elasticep.client.session import Session, Step
+
+_CODES: Final = {
+    torch.float32: abi.Dtype.FP32,
+    torch.float16: abi.Dtype.FP16,
+    torch.bfloat16: abi.Dtype.BF16,
+}
+_WIRE: Final = {
+    WireDtype.FP32: torch.float32,
+    WireDtype.FP16: torch.float16,
+    WireDtype.BF16: torch.bfloat16,
+    WireDtype.FP8: torch.float8_e4m3fn,
+    WireDtype.MXFP8: torch.float8_e4m3fn,
+    WireDtype.NVFP4: torch.uint8,  # two e2m1 elements in a byte
+}
+_BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in _WIRE.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """What a dispatch delivered. The tensors lie in the rank's region: they are valid until the
+    next dispatch on the same channel returns, and never after the session is detached.
+
+    R: ranks of the group, C: the exchange's cap, K: top-k, H: hidden, S: slots per rank.
+
+    Attributes:
+        rows: `[R * C, H]` of the wire dtype; row `r * C + t` is token t of rank r. Rows that did
+            not come are undefined.
+        scales: scales of quantised rows, else None.
+        ids: int32 `[R * C, K]`: local slot of each of the row's choices, -1 = none here.
+        weights: float32 `[R * C, K]`.
+        counts: int32 `[S]`: rows per local slot.
+        offsets: contiguous layout: int32 `[S + 1]`, else None.
+        out: where the experts' outputs go: `[rows, H]`, or `[rows, K, H]` with
+            `reduce="per_expert"` in the routed and arrival layouts.
+        layout: how the rows are ordered.
+        layer: of the dispatch.
+        tokens: how many tokens each rank brought.
+        arrived: how many rows came.
+        token_ok: bool `[tokens]` of this rank's own tokens: False where a lost expert was needed.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor | None
+    out: torch.Tensor
+    layout: Layout
+    layer: int
+    channel: int
+    tokens: tuple[int, ...]
+    arrived: int
+    token_ok: torch.Tensor
+
+
+class _Flight:
+    """One channel's exchange under way."""
+
+    __slots__ = ("dtype", "layer", "lost", "phase", "received", "step", "tokens")
+
+    def __init__(self, step: "Step", layer: int, tokens: int, dtype: torch.dtype) -> None:
+        self.step = step
+        self.layer = layer
+        self.tokens = tokens
+        self.dtype = dtype
+        self.phase = "sent"  # then "received", "combining"
+        self.received: Received | None = None
+        self.lost: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+
+
+class Exchange:
+    """One of a group's exchanges, as `Session.exchange` gives it.
+
+    An exchange is dispatch, then combine, on each channel, inside a step. On a torn step every call
+    raises `StepTorn`, which the step's `with` block takes in.
+    """
+
+    def __init__(
+        self, session: "Session", name: str, spec: ExchangeSpec, numbers: tuple[int, ...]
+    ) -> None:
+        if len(numbers) > 1:
+            raise SpecError(
+                f"exchange {name!r} has a prefill part, which sessions do not choose between yet; "
+                "give the group one exchange for decoding and one for prompts"
+            )
+        session.config.geometry.check_exchange(spec)
+        self.name = name
+        self.spec = spec
+        self._session = session
+        self._handle = session._handle
+        self._number = numbers[0]
+        self._serve_lost = session.config.lost_experts is LostExperts.SERVE
+        self._flights: list[_Flight | None] = [None] * spec.channels
+        self._structs = [abi.Received() for _ in range(spec.channels)]
+        self._tensors: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    # ---- dispatch
+
+    def dispatch(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        channel: int = 0,
+    ) -> Received:
+        """Send this rank's tokens to their experts and take in those that come here.
+
+        Args:
+            layer: MoE layer, 0-based.
+            x: `[tokens, H]`, contiguous, on the CPU, of the exchange's dispatch dtype (any of
+                fp32, fp16 and bf16 where rows are quantised). Zero tokens are fine.
+            topk_ids: int64 or int32 `[tokens, K]`: logical experts, -1 = no expert.
+            topk_weights: float32 `[tokens, K]`.
+            channel: set of buffers, for two-batch overlap.
+
+        Raises:
+            TensorError: wrong dtype, shape, device or memory layout, or an id out of range.
+            CapExceeded: more tokens than the exchange's cap.
+            UsageError: outside a step, or the channel's last dispatch was not combined.
+            StepTorn: the step is torn.
+        """
+        tensors = self._start(layer, x, topk_ids, topk_weights, channel)
+        flight = self._flights[channel]
+        assert flight is not None
+        lost = self._lost_buffer(flight)
+        struct = self._structs[channel]
+        try:
+            self._handle.dispatch(self._number, channel, layer, tensors, struct, lost)
+        except ElasticEPError:
+            self._drop(channel)
+            raise
+        return self._received(flight, channel, struct)
+
+    def dispatch_send(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        channel: int = 0,
+    ) -> None:
+        """The first half of `dispatch`: send, wait for nothing. Arguments and errors are its."""
+        tensors = self._start(layer, x, topk_ids, topk_weights, channel)
+        try:
+            self._handle.dispatch_send(self._number, channel, layer, tensors)
+        except ElasticEPError:
+            self._drop(channel)
+            raise
+
+    def dispatch_recv(self, *, channel: int = 0) -> Received:
+        """The second half of `dispatch`: wait for the rows that come here."""
+        flight = self._flight(channel, "sent", "dispatch_recv", "dispatch_send")
+        lost = self._lost_buffer(flight)
+        struct = self._structs[channel]
+        try:
+            self._handle.dispatch_recv(self._number, channel, struct, lost)
+        except ElasticEPError:
+            self._drop(channel)
+            raise
+        return self._received(flight, channel, struct)
+
+    # ---- combine
+
+    def combine(self, layer: int, recv: Received, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Give this rank's expert outputs back and sum those of its own tokens.
+
+        Args:
+            layer: of the dispatch.
+            recv: what that dispatch returned, with `recv.out` filled.
+            out: `[tokens, H]` to write to, contiguous, fp32, fp16 or bf16; None: a new tensor of
+                the dtype of `x`.
+
+        Returns:
+            `[tokens, H]`.
+
+        Raises:
+            UsageError: `recv` is not what this channel's last dispatch returned.
+            TensorError: `out` does not fit.
+            StepTorn: the step is torn.
+        """
+        flight = self._combinable(layer, recv)
+        out = self._result(flight, out)
+        self._drop(recv.channel)
+        self._handle.combine(
+            self._number, recv.channel, out.data_ptr() or None, _CODES[out.dtype].value
+        )
+        return out
+
+    def combine_send(self, layer: int, recv: Received) -> None:
+        """The first half of `combine`: say that `recv.out` is ready, wait for nothing."""
+        flight = self._combinable(layer, recv)
+        try:
+            self._handle.combine_send(self._number, recv.channel)
+        except ElasticEPError:
+            self._drop(recv.channel)
+            raise
+        flight.phase = "combining"
+
+    def combine_recv(self, out: torch.Tensor | None = None, *, channel: int = 0) -> torch.Tensor:
+        """The second half of `combine`: wait for outputs and sum them into `out`."""
+        flight = self._flight(channel, "combining", "combine_recv", "combine_send")
+        out = self._result(flight, out)
+        self._drop(channel)
+        self._handle.combine_recv(
+            self._number, channel, out.data_ptr() or None, _CODES[out.dtype].value
+        )
+        return out
+
+    # ---- order of calls
+
+    def _start(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        channel: int,
+    ) -> DispatchInput:
+        session = self._session
+        session._check_usable()
+        session._check_layer(layer)
+        step = session._step
+        if step is None:
+            raise UsageError(
+                f"dispatch on exchange {self.name!r} outside a step; put it into "
+                "`with session.step():`"
+            )
+        if not 0 <= channel < len(self._flights):
+            raise UsageError(
+                f"exchange {self.name!r} has no channel {channel}; it has {len(self._flights)}"
+            )
+        flight = self._flights[channel]
+        if flight is not None and flight.step is step:
+            raise UsageError(
+                f"dispatch for layer {layer} while the exchange of layer {flight.layer} is under "
+                f"way on channel {channel} of exchange {self.name!r}; combine it first"
+            )
+        tensors = self._check_input(x, topk_ids, topk_weights)
+        self._flights[channel] = _Flight(step, layer, tensors.tokens, x.dtype)
+        step._open_exchanges.add((self._number, channel))
+        return tensors
+
+    def _flight(self, channel: int, phase: str, call: str, before: str) -> _Flight:
+        self._session._check_usable()
+        flight = self._flights[channel] if 0 <= channel < len(self._flights) else None
+        if flight is None or flight.step is not self._session._step or flight.phase != phase:
+            raise UsageError(
+                f"{call} on channel {channel} of exchange {self.name!r} without {before}; a "
+                "channel goes dispatch_send, dispatch_recv, combine_send, combine_recv in one step"
+            )
+        return flight
+
+    def _combinable(self, layer: int, recv: Received) -> _Flight:
+        flight = self._flight(recv.channel, "received", "combine", "dispatch")
+        if flight.received is not recv or flight.layer != layer:
+            raise UsageError(
+                f"combine for layer {layer} with rows of layer {recv.layer}, while channel "
+                f"{recv.channel} of exchange {self.name!r} holds those of layer {flight.layer}; "
+                "pass what the last dispatch returned"
+            )
+        return flight
+
+    def _drop(self, channel: int) -> None:
+        flight, self._flights[channel] = self._flights[channel], None
+        if flight is not None:
+            flight.step._open_exchanges.discard((self._number, channel))
+
+    # ---- tensors in
+
+    def _check_input(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> DispatchInput:
+        geometry = self._session.config.geometry
+        wire = self.spec.dispatch_dtype
+        allowed = tuple(_CODES) if wire.quantised else (_WIRE[wire],)
+        if x.dtype not in allowed:
+            self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
+        if ids.dtype not in (torch.int64, torch.int32):
+            self._wrong("topk_ids", f"dtype {ids.dtype}", "torch.int64 or torch.int32")
+        if weights.dtype != torch.float32:
+            self._wrong("topk_weights", f"dtype {weights.dtype}", "torch.float32")
+        if x.dim() != 2 or x.shape[1] != geometry.hidden:
+            self._wrong("x", f"shape {list(x.shape)}", f"[tokens, {geometry.hidden}]")
+        tokens = x.shape[0]
+        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
+            if tensor.shape != (tokens, geometry.topk):
+                self._wrong(name, f"shape {list(tensor.shape)}", f"[{tokens}, {geometry.topk}]")
+        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+            if tensor.device.type != "cpu":
+                self._wrong(
+                    name, f"device {tensor.device}", "the CPU, where this group's memory is"
+                )
+            if not tensor.is_contiguous():
+                self._wrong(name, "gaps in memory", "a contiguous tensor; call .contiguous()")
+        if tokens > self.spec.max_tokens:
+            raise CapExceeded(
+                f"{tokens} tokens for exchange {self.name!r}, whose cap is {self.spec.max_tokens} "
+                "per rank; split the batch, or create the group with a larger max_tokens"
+            )
+        return DispatchInput(
+            x.data_ptr() or None,
+            _CODES[x.dtype].value,
+            ids.data_ptr() or None,
+            ids.element_size(),
+            weights.data_ptr() or None,
+            tokens,
+        )
+
+    def _wrong(self, name: str, has: str, needs: str) -> NoReturn:
+        raise TensorError(f"{name} of exchange {self.name!r} has {has}; it needs {needs}")
+
+    def _result(self, flight: _Flight, out: torch.Tensor | None) -> torch.Tensor:
+        shape = (flight.tokens, self._session.config.geometry.hidden)
+        if out is None:
+            return torch.empty(shape, dtype=flight.dtype)
+        if out.dtype not in _CODES:
+            self._wrong("out", f"dtype {out.dtype}", " or ".join(str(dtype) for dtype in _CODES))
+        if out.shape != shape:
+            self._wrong("out", f"shape {list(out.shape)}", str(list(shape)))
+        if out.device.type != "cpu" or not out.is_contiguous():
+            self._wrong("out", "another device or gaps in memory", "a contiguous CPU tensor")
+        return out
+
+    def _lost_buffer(self, flight: _Flight) -> int | None:
+        if not self._serve_lost or flight.tokens == 0:
+            return None
+        flight.lost = np.zeros(flight.tokens, np.uint8)
+        return int(flight.lost.ctypes.data)
+
+    # ---- tensors out
+
+    def _received(self, flight: _Flight, channel: int, struct: abi.Received) -> Received:
+        geometry = self._session.config.geometry
+        rows, topk, hidden = int(struct.rows_count), geometry.topk, geometry.hidden
+        wire = self.spec.dispatch_dtype
+        by_choice = self.spec.reduce is Reduce.PER_EXPERT and not self.spec.by_expert
+        out_shape = (rows, topk, hidden) if by_choice else (rows, hidden)
+        row_elements = hidden // 2 if wire is WireDtype.NVFP4 else hidden
+        if flight.lost is not None:
+            flight.step._note_lost(flight.lost)
+            token_ok = torch.from_numpy(flight.lost == 0)
+        else:
+            token_ok = torch.ones(flight.tokens, dtype=torch.bool)
+        slots = geometry.slots_per_rank
+        received = Received(
+            rows=self._at(struct.rows, (rows, row_elements), _BY_CODE[struct.row_dtype]),
+            scales=self._scales(struct, rows),
+            ids=self._at(_address(struct.ids), (rows, topk), torch.int32),
+            weights=self._at(_address(struct.weights), (rows, topk), torch.float32),
+            counts=self._at(_address(struct.slot_counts), (slots,), torch.int32),
+            offsets=self._at(_address(struct.slot_offsets), (slots + 1,), torch.int32)
+            if struct.slot_offsets
+            else None,
+            out=self._at(struct.out, out_shape, _BY_CODE[struct.out_dtype]),
+            layout=self.spec.layout,
+            layer=flight.layer,
+            channel=channel,
+            tokens=tuple(struct.tokens[: geometry.max_ranks]),
+            arrived=int(struct.arrived),
+            token_ok=token_ok,
+        )
+        flight.received = received
+        flight.phase = "received"
+        return received
+
+    def _scales(self, struct: abi.Received, rows: int) -> torch.Tensor | None:
+        if not struct.scales:
+            return None
+        row_format = self.spec.dispatch_dtype.row_format
+        per_row = math.ceil(self._session.config.geometry.hidden / row_format.block)
+        dtype = torch.float32 if row_format.scale_bytes == 4 else torch.uint8
+        return self._at(struct.scales, (rows, per_row), dtype)
+
+    def _at(self, address: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor over `address`; made once, since a region does not move."""
+        size = math.prod(shape) * dtype.itemsize
+        tensor = self._tensors.get((address, size))
+        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+            if address is None:
+                raise UsageError(
+                    f"exchange {self.name!r}: the native core gave no address for a tensor of "
+                    f"{list(shape)}; this build does not do layout {self.spec.layout.value!r}"
+                )
+            memory = (ctypes.c_uint8 * size).from_address(address)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+            self._tensors[address, size] = tensor
+        return tensor
+
+
+def _address(
+    pointer: "ctypes._Pointer[ctypes.c_int32] | ctypes._Pointer[ctypes.c_float]",
+) -> int | None:
+    return ctypes.cast(pointer, ctypes.c_void_p).value

@@ -1,0 +1,252 @@
+"""The native session, one typed method per C function.
+
+`SessionHandle` is the seam between the client's rules (order of calls, checks, errors that name
+the remedy) and the native core: tests put a double of a few lines behind it.
+"""
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticep.errors import DaemonUnavailable, ElasticEPError, Fenced, StepTorn, TensorError
+from elasticep.native import abi
+
+_TEXT_BYTES = 512
+_DISPATCH = "dispatch"
+
+
+class SessionHandle(Protocol):
+    """What a session asks of the native core; see `csrc/elasticep.h` for each function."""
+
+    def close(self) -> None:
+        """Give the rank back and unmap its memory."""
+
+    def step_begin(self, tokens: int, timeout_ms: int) -> abi.StepInfo:
+        """Pass the step barrier."""
+
+    def step_end(self) -> bool:
+        """End the step; True if every exchange of it was complete."""
+
+    def step_tear(self) -> None:
+        """Tear the step for all members."""
+
+    def dispatch_send(
+        self, exchange: int, channel: int, layer: int, tensors: "DispatchInput"
+    ) -> None:
+        """Send rows."""
+
+    def dispatch_recv(
+        self, exchange: int, channel: int, out: abi.Received, lost: int | None
+    ) -> None:
+        """Wait for rows."""
+
+    def dispatch(  # the C function's own argument list, with one doorbell for both halves
+        self,
+        exchange: int,
+        channel: int,
+        layer: int,
+        tensors: "DispatchInput",
+        out: abi.Received,
+        lost: int | None,
+    ) -> None:
+        """Send rows and wait for rows."""
+
+    def combine_send(self, exchange: int, channel: int) -> None:
+        """Say that this rank's outputs are ready."""
+
+    def combine_recv(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
+        """Wait for outputs and sum them."""
+
+    def combine(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
+        """Both halves of combine."""
+
+    def slots(self, epoch: int, shape: tuple[int, int, int]) -> NDArray[np.int32]:
+        """Slot table of a view that is still in its bank."""
+
+    def loads(self, shape: tuple[int, int]) -> NDArray[np.uint64]:
+        """Tokens per layer and expert since the start."""
+
+    def warmup(self, on: bool) -> None:
+        """Suspend or resume hang detection for this rank."""
+
+    def status(self) -> abi.Status:
+        """What the header says of this rank."""
+
+
+class DispatchInput:
+    """Addresses and types of what one rank brings to an exchange."""
+
+    __slots__ = ("ids", "ids_bytes", "tokens", "weights", "x", "x_dtype")
+
+    def __init__(
+        self,
+        x: int | None,
+        x_dtype: int,
+        ids: int | None,
+        ids_bytes: int,
+        weights: int | None,
+        tokens: int,
+    ) -> None:
+        self.x = x
+        self.x_dtype = x_dtype
+        self.ids = ids
+        self.ids_bytes = ids_bytes
+        self.weights = weights
+        self.tokens = tokens
+
+
+class NativeHandle:
+    """`SessionHandle` over the native library.
+
+    Args:
+        fd_socket: path of the daemon's SEQPACKET socket.
+        ticket: what Attach answered; good once, for a few seconds.
+        timeout_ms: how long to wait for the daemon's file descriptors.
+
+    Raises:
+        ElasticEPError: the daemon refused the ticket, or layout or memory do not fit.
+    """
+
+    def __init__(self, fd_socket: str, ticket: str, timeout_ms: int) -> None:
+        self._api: Any = abi.api()
+        session = ctypes.c_void_p()
+        code = self._api.ep_session_open(
+            fd_socket.encode(), ticket.encode(), timeout_ms, ctypes.byref(session)
+        )
+        abi.check(code, "attach")
+        self._session: ctypes.c_void_p | None = session
+
+    def close(self) -> None:
+        """Give the rank back and unmap its memory; tensors over it must not be used any more."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._api.ep_session_close(session)
+
+    def step_begin(self, tokens: int, timeout_ms: int) -> abi.StepInfo:
+        """Pass the step barrier."""
+        info = abi.StepInfo()
+        code = self._api.ep_step_begin(self._session, tokens, timeout_ms, ctypes.byref(info))
+        self._check(code, "step barrier")
+        return info
+
+    def step_end(self) -> bool:
+        """End the step; True if every exchange of it was complete."""
+        complete = ctypes.c_uint32(0)
+        code = self._api.ep_step_end(self._session, ctypes.byref(complete))
+        if code == abi.Error.ETORN:
+            return False
+        self._check(code, "end of step")
+        return bool(complete.value)
+
+    def step_tear(self) -> None:
+        """Tear the step for all members."""
+        self._check(self._api.ep_step_tear(self._session), "tearing the step")
+
+    def dispatch_send(
+        self, exchange: int, channel: int, layer: int, tensors: DispatchInput
+    ) -> None:
+        """Send rows."""
+        t = tensors
+        code = self._api.ep_dispatch_send(
+            self._session, exchange, channel, layer, t.x, t.x_dtype, t.ids, t.ids_bytes,
+            t.weights, t.tokens,
+        )  # fmt: skip
+        self._check(code, _DISPATCH)
+
+    def dispatch_recv(
+        self, exchange: int, channel: int, out: abi.Received, lost: int | None
+    ) -> None:
+        """Wait for rows."""
+        code = self._api.ep_dispatch_recv(self._session, exchange, channel, ctypes.byref(out), lost)
+        self._check(code, _DISPATCH)
+
+    def dispatch(
+        self,
+        exchange: int,
+        channel: int,
+        layer: int,
+        tensors: DispatchInput,
+        out: abi.Received,
+        lost: int | None,
+    ) -> None:
+        """Send rows and wait for rows, with one doorbell."""
+        t = tensors
+        code = self._api.ep_dispatch(
+            self._session, exchange, channel, layer, t.x, t.x_dtype, t.ids, t.ids_bytes,
+            t.weights, t.tokens, ctypes.byref(out), lost,
+        )  # fmt: skip
+        self._check(code, _DISPATCH)
+
+    def combine_send(self, exchange: int, channel: int) -> None:
+        """Say that this rank's outputs are ready."""
+        self._check(self._api.ep_combine_send(self._session, exchange, channel), "combine")
+
+    def combine_recv(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
+        """Wait for outputs and sum them."""
+        code = self._api.ep_combine_recv(self._session, exchange, channel, out, dtype)
+        self._check(code, "combine")
+
+    def combine(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
+        """Both halves of combine, with one doorbell."""
+        self._check(self._api.ep_combine(self._session, exchange, channel, out, dtype), "combine")
+
+    def slots(self, epoch: int, shape: tuple[int, int, int]) -> NDArray[np.int32]:
+        """Slot table of a view that is still in its bank."""
+        table = np.empty(shape, np.int32)
+        code = self._api.ep_session_slots(self._session, epoch, table.ctypes.data)
+        self._check(code, f"slot table of epoch {epoch}")
+        return table
+
+    def loads(self, shape: tuple[int, int]) -> NDArray[np.uint64]:
+        """Tokens per layer and expert since the start."""
+        table = np.empty(shape, np.uint64)
+        code = self._api.ep_session_loads(self._session, table.ctypes.data)
+        self._check(code, "load counters")
+        return table
+
+    def warmup(self, on: bool) -> None:
+        """Suspend or resume hang detection for this rank."""
+        self._check(self._api.ep_session_warmup(self._session, int(on)), "warm-up")
+
+    def status(self) -> abi.Status:
+        """What the header says of this rank."""
+        status = abi.Status()
+        self._check(
+            self._api.ep_session_status(self._session, ctypes.byref(status)), "status of the rank"
+        )
+        return status
+
+    def _check(self, code: int, what: str) -> None:
+        if code < 0:
+            raise self._error(code, what)
+
+    def _error(self, code: int, what: str) -> ElasticEPError:
+        if code == abi.Error.ETORN:
+            return StepTorn(
+                "this step is torn; leave the `with session.step()` block and repeat it"
+            )
+        error = abi.error_of(code, what)
+        if code == abi.Error.EINVAL and what == _DISPATCH:
+            return TensorError(str(error))
+        if code in (abi.Error.EFENCED, abi.Error.EGONE):
+            return self._fenced() or _gone(error)
+        return error
+
+    def _fenced(self) -> Fenced | None:
+        epoch = ctypes.c_uint64(0)
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        fenced = self._api.ep_session_fenced(
+            self._session, ctypes.byref(epoch), ctypes.addressof(text), _TEXT_BYTES
+        )
+        if fenced != 1:
+            return None
+        return Fenced(epoch.value, text.value.decode("utf-8", "replace") or "no reason given")
+
+
+def _gone(error: ElasticEPError) -> ElasticEPError:
+    # A rank whose worker is gone is over, whether or not its daemon has said so yet.
+    if isinstance(error, DaemonUnavailable):
+        return Fenced(0, str(error))
+    return error

@@ -1,0 +1,400 @@
+"""A rank in an engine's hands: steps, exchanges, the view.
+
+A `Session` belongs to the process and thread of control that attached. Rules for engines, kept by
+`Session.run`: nothing computed in an incomplete step is released, and what it wrote into a KV cache
+is overwritten by the repeat. `docs/client.md` has them all.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticep.client.handle import SessionHandle
+from elasticep.client.view import View
+from elasticep.client.weights import EngineWeights, LoadWeights
+from elasticep.errors import (
+    CapExceeded,
+    ElasticEPError,
+    ExpertsLost,
+    PlacementError,
+    SpecError,
+    StepTorn,
+    UsageError,
+)
+from elasticep.group import GroupConfig, LostExperts
+from elasticep.native import abi
+from elasticep.native.convert import exchange_numbers
+from elasticep.spec import ExchangeSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from elasticep.client.exchange import Exchange
+
+_Batch = TypeVar("_Batch")
+_Result = TypeVar("_Result")
+
+
+class Step:
+    """One forward pass of all members, opened by the step barrier. Use it with `with`, once.
+
+    Attributes:
+        number: of the barrier; the same on all members, and of no meaning after a repeat.
+        epoch: of the view that the step runs in, 0 before the barrier.
+        complete: after the block: whether the step counts. False: repeat it.
+    """
+
+    def __init__(self, session: "Session", tokens: int, timeout_ms: int) -> None:
+        self.number = 0
+        self.epoch = 0
+        self.complete = False
+        self.members: MappingProxyType[int, int] = MappingProxyType({})
+        self._session = session
+        self._tokens = tokens
+        self._timeout_ms = timeout_ms
+        self._begun = False
+        self._open_exchanges: set[tuple[int, int]] = set()
+        self._lost: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def token_ok(self) -> "torch.Tensor":
+        """Bool `[tokens]` on the CPU: False where a lost expert was needed (policy `serve` only).
+
+        Raises:
+            UsageError: the exchanges of this step had different numbers of tokens; use
+                `Received.token_ok` of each.
+        """
+        import torch
+
+        if len(self._lost) > 1:
+            raise UsageError(
+                f"exchanges of this step brought {sorted(self._lost)} tokens, so one mask does not "
+                "fit; use token_ok of what each dispatch returned"
+            )
+        for lost in self._lost.values():
+            return torch.from_numpy(lost == 0)
+        return torch.ones(self._tokens, dtype=torch.bool)
+
+    def __enter__(self) -> Self:
+        if self._begun:
+            raise UsageError("this step was entered before; call session.step() for each step")
+        self._begun = True
+        self._session._begin(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return self._session._end(self, error)
+
+    def _note_lost(self, lost: NDArray[np.uint8]) -> None:
+        held = self._lost.get(len(lost))
+        if held is None:
+            self._lost[len(lost)] = lost.copy()
+        else:
+            np.maximum(held, lost, out=held)
+
+
+class Session:
+    """A rank of a group, held by this process. `elasticep.attach` makes one.
+
+    Attributes:
+        config: the group's config.
+        rank: this seat.
+        incarnation: how often the seat had been taken when this session took it.
+    """
+
+    def __init__(
+        self,
+        handle: SessionHandle,
+        config: GroupConfig,
+        *,
+        rank: int,
+        incarnation: int,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.incarnation = incarnation
+        self._handle = handle
+        self._release = release
+        self._pid = os.getpid()
+        self._closed = False
+        self._step: Step | None = None
+        self._view: View | None = None
+        self._weights = EngineWeights()
+        self._exchanges: dict[str, Exchange] = {}
+
+    # ---- steps
+
+    def step(self, tokens: int = 0, *, timeout: float | None = None) -> Step:
+        """The next step: all members enter together, on one view.
+
+        Args:
+            tokens: how many tokens this rank will bring, told to the others at the barrier.
+            timeout: seconds to wait at the barrier; None: the group's `step_timeout_ms`.
+
+        Entering it raises:
+            StepTimeout: the barrier did not end in time. Enter a new step to go on waiting at it.
+            Fenced: this rank was expelled.
+            ExpertsLost: an expert has no live replica and the policy is `refuse`.
+            UsageError: a step is open already, or the session is detached or another process's.
+        """
+        cap = max(part.max_tokens for _, spec in self.config.exchanges for part in spec.parts())
+        if not 0 <= tokens <= cap:
+            raise CapExceeded(
+                f"a step with {tokens} tokens: the largest exchange of group {self.config.name!r} "
+                f"takes 0 to {cap} per rank; split the batch, or create the group with a larger cap"
+            )
+        if timeout is not None and timeout <= 0:
+            raise UsageError(f"timeout is {timeout!r} seconds; it must be positive, or None")
+        return Step(self, tokens, 0 if timeout is None else max(1, round(timeout * 1000)))
+
+    def run(
+        self,
+        forward: Callable[[Step, _Batch], _Result],
+        batch: _Batch,
+        *,
+        tokens: int = 0,
+        on_torn: Callable[[Step], None] | None = None,
+    ) -> _Result:
+        """Run `forward(step, batch)` in steps until one is complete; the next view is waited for
+        at the barrier in between.
+
+        Args:
+            forward: one forward pass. It may be called again with the same batch, so it must not
+                release anything, and must overwrite what an earlier call wrote.
+            batch: handed to `forward`.
+            tokens: how many tokens this rank brings.
+            on_torn: called with each step that has to be repeated, right after it.
+
+        Returns:
+            What `forward` returned in the complete step.
+
+        Raises:
+            ExpertsLost: an expert has no live replica and the policy is `refuse`.
+            Fenced: this rank was expelled.
+            StepTimeout: no barrier was passed within the group's `step_timeout_ms`.
+        """
+        while True:
+            step = self.step(tokens)
+            result: list[_Result] = []
+            with step:
+                result.append(forward(step, batch))
+            if step.complete:
+                return result[0]
+            if on_torn is not None:
+                on_torn(step)
+
+    def _begin(self, step: Step) -> None:
+        self._check_usable()
+        if self._step is not None:
+            raise UsageError("a step is open already; leave its `with` block first")
+        try:
+            info = self._handle.step_begin(step._tokens, step._timeout_ms)
+        except PlacementError as error:
+            raise self._experts_lost(error) from None
+        if self._view is None or self._view.epoch != info.epoch:
+            self._view = self._read_view(info)
+        step.number, step.epoch = info.step, info.epoch
+        step.members = self._view.members
+        self._step = step
+
+    def _end(self, step: Step, error: BaseException | None) -> bool:
+        self._step = None
+        if isinstance(error, StepTorn):
+            self._handle.step_end()
+            return True
+        if error is not None:
+            self._tear(step, error)
+            return False
+        if step._open_exchanges:
+            wrong = UsageError(
+                "a step ended with a dispatch that no combine followed; every exchange is "
+                "dispatch, then combine. The step was torn for all ranks"
+            )
+            self._tear(step, wrong)
+            raise wrong
+        step.complete = self._handle.step_end()
+        return False
+
+    def _tear(self, step: Step, error: BaseException) -> None:
+        # The engine's own error is the one to report; what tearing runs into comes as a note.
+        try:
+            self._handle.step_tear()
+            self._handle.step_end()
+        except ElasticEPError as second:
+            error.add_note(f"step {step.number} could not be torn in order: {second}")
+
+    def _read_view(self, info: abi.StepInfo) -> View:
+        geometry = self.config.geometry
+        shape = (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
+        placement = self._handle.slots(info.epoch, shape)
+        placement.flags.writeable = False
+        members = {r: i for r, i in enumerate(info.incarnation[: geometry.max_ranks]) if i}
+        return View(info.epoch, info.digest, MappingProxyType(members), placement)
+
+    def _experts_lost(self, error: PlacementError) -> PlacementError:
+        if isinstance(error, ExpertsLost):
+            return error
+        view = self._view
+        try:
+            epoch = max(self._handle.status().staged)
+            geometry = self.config.geometry
+            shape = (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
+            table = self._handle.slots(epoch, shape)
+        except ElasticEPError:
+            return error
+        everyone = dict.fromkeys(range(self.config.geometry.max_ranks), 1)
+        members = MappingProxyType(everyone if view is None else dict(view.members))
+        lost = View(epoch, 0, members, table).lost(self.config.geometry.experts)
+        return ExpertsLost(lost) if lost else error
+
+    # ---- exchanges
+
+    def exchange(self, wanted: str | ExchangeSpec) -> "Exchange":
+        """One of the group's exchanges, checked now and not at the first large batch.
+
+        Args:
+            wanted: its name, or the spec that the group's config gives it.
+
+        Raises:
+            SpecError: the group has no such exchange; the message lists those it has.
+        """
+        from elasticep.client.exchange import Exchange
+
+        self._check_usable()
+        specs = dict(self.config.exchanges)
+        name = wanted if isinstance(wanted, str) else _name_of(wanted, specs)
+        if name not in specs:
+            known = ", ".join(repr(known) for known in specs)
+            raise SpecError(
+                f"group {self.config.name!r} has no exchange {wanted!r}; it has {known}. A group's "
+                "exchanges are fixed when it is created"
+            )
+        if name not in self._exchanges:
+            numbers = exchange_numbers(self.config)[name]
+            self._exchanges[name] = Exchange(self, name, specs[name], numbers)
+        return self._exchanges[name]
+
+    # ---- view, weights, load
+
+    @property
+    def view(self) -> View:
+        """The view of the running or the last step.
+
+        Raises:
+            UsageError: there was no step yet.
+        """
+        if self._view is None:
+            raise UsageError("no step has begun, so this rank has no view yet; enter a step first")
+        return self._view
+
+    def slots(self, layer: int) -> tuple[int, ...]:
+        """Logical expert in each local slot of `layer` in the present view, -1 = empty."""
+        self._check_layer(layer)
+        return self.view.slots(layer, self.rank)
+
+    def register_weights(self, load: LoadWeights) -> None:
+        """Say where this engine keeps its expert weights.
+
+        Args:
+            load: `load(layer, slots)` returns what `weights(layer)` shall give while `slots` are
+                the experts in this rank's slots; it is called again when a view changes them.
+        """
+        self._weights.register(load)
+
+    def weights(self, layer: int) -> Any:
+        """The expert weights of `layer` for the slots of the present view.
+
+        Raises:
+            UsageError: no callback is registered (`register_weights`), or there was no step yet.
+        """
+        return self._weights.get(layer, self.slots(layer))
+
+    def load(self) -> NDArray[np.uint64]:
+        """Tokens that this rank sent to each expert in complete steps, uint64 [layers, experts]."""
+        self._check_usable()
+        return self._handle.loads((self.config.geometry.layers, self.config.geometry.experts))
+
+    @contextmanager
+    def _warm(self) -> Iterator[None]:
+        self._handle.warmup(True)
+        try:
+            yield
+        finally:
+            self._handle.warmup(False)
+
+    def warmup(self) -> AbstractContextManager[None]:
+        """`with session.warmup():` suspends hang detection for this rank (JIT, graph capture)."""
+        self._check_usable()
+        return self._warm()
+
+    def status(self) -> abi.Status:
+        """What this rank's header says: process ids, epoch, steps torn and complete."""
+        self._check_usable()
+        return self._handle.status()
+
+    # ---- end
+
+    def detach(self) -> None:
+        """Give the rank back. Tensors that an exchange returned must not be used any more.
+
+        Calling it again does nothing.
+
+        Raises:
+            UsageError: a step is open, or the session belongs to another process.
+        """
+        if self._closed:
+            return
+        self._check_usable()
+        if self._step is not None:
+            raise UsageError("detach inside a step; leave its `with` block first")
+        self._closed = True
+        self._exchanges.clear()
+        try:
+            self._release()
+        finally:
+            self._handle.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this session belongs to process {self._pid} and was inherited by a fork into "
+                f"{os.getpid()}; attach after the fork, with a rank for each process"
+            )
+        if self._closed:
+            raise UsageError("this session is detached; call elasticep.attach again")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.config.geometry.layers:
+            raise UsageError(
+                f"layer {layer} is outside 0..{self.config.geometry.layers - 1} of group "
+                f"{self.config.name!r}"
+            )
+
+
+def _name_of(spec: ExchangeSpec, specs: dict[str, ExchangeSpec]) -> str:
+    return next((name for name, known in specs.items() if known == spec), "")
+
+
+__all__ = ["LostExperts", "Session", "Step"]
