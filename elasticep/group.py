@@ -19,7 +19,7 @@ from elasticep.geometry import GroupGeometry
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 
-MAX_EXCHANGES = 16
+MAX_EXCHANGES = 8
 MAX_TIMEOUT_MS = 3_600_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
@@ -114,9 +114,10 @@ class GroupConfig:
     def validate(self) -> None:
         """Raise `ConfigError` naming the first field that cannot be used."""
         _check_name("the group's name", self.name)
-        if not 1 <= len(self.exchanges) <= MAX_EXCHANGES:
+        parts = sum(len(spec.parts()) for _, spec in self.exchanges)
+        if not 1 <= parts <= MAX_EXCHANGES:
             raise ConfigError(
-                f"group {self.name!r} has {len(self.exchanges)} exchanges; "
+                f"group {self.name!r} has {parts} exchanges (prefill parts included); "
                 f"it needs 1 to {MAX_EXCHANGES}"
             )
         names = [name for name, _ in self.exchanges]
