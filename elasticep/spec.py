@@ -105,8 +105,8 @@ class ExchangeSpec:
             requests x draft tokens of them.
         channels: independent sets of buffers; 2 allow two-batch overlap.
         masked_room: rows of each expert's block in the masked layout; None means the worst case,
-            max_ranks x max_tokens. Less saves memory, but a step in which more rows come for one
-            expert is refused.
+            max_ranks x max_tokens. Less saves memory, but more rows than that for one expert in
+            one step are an error.
         num_sms: SMs that the kernels may take on a GPU; None means the formula,
             `elasticep.geometry.sm_count`.
         replicated_input: every rank holds every token already (tensor-parallel attention):
