@@ -1,0 +1,201 @@
+#include "barrier.h"
+
+#include <cstring>
+
+namespace ep {
+
+bool CellCopy::has(u64 epoch) const {
+  if (!views) return false;
+  if (view[0].epoch >= epoch) return true;
+  for (u32 i = 1; i < views; ++i)
+    if (view[i].epoch == epoch) return true;
+  return false;
+}
+
+const u32* CellCopy::members_of(u64 epoch) const {
+  for (u32 i = 0; i < views; ++i)
+    if (view[i].epoch == epoch) return members[i];
+  return nullptr;
+}
+
+namespace {
+
+struct Decider {
+  const BarrierInput& in;
+
+  bool dead(u32 rank, u32 inc) const { return in.dead[rank].load(std::memory_order_acquire) >= inc; }
+  // The cell of exactly this incarnation.
+  const CellCopy* cell(u32 rank, u32 inc) const {
+    const CellCopy& c = in.cells[rank];
+    return c.valid && c.step == in.step && c.incarnation == inc ? &c : nullptr;
+  }
+  const KnownView* staged(u64 epoch) const {
+    for (u32 i = 0; i < in.staged_count; ++i)
+      if (in.staged_now[i].epoch == epoch) return &in.staged_now[i];
+    return nullptr;
+  }
+  bool in_my_cell(u64 epoch) const {
+    for (u32 i = 0; i < in.snapshot; ++i)
+      if (in.staged[i].epoch == epoch) return true;
+    return false;
+  }
+  bool contains_me(const u32* members) const { return members[in.me] == in.my_incarnation; }
+
+  // Whose word counts: members of the running view, or (joiner) of the highest view named by anyone's cell.
+  const u32* members_of(u64 epoch) const {
+    if (epoch == in.running.epoch) return in.running.incarnation;
+    if (const KnownView* v = staged(epoch)) return v->incarnation;
+    for (u32 r = 0; r < in.ranks; ++r)
+      if (r != in.me && in.cells[r].valid && in.cells[r].step == in.step)
+        if (const u32* m = in.cells[r].members_of(epoch)) return m;
+    return nullptr;
+  }
+
+  BarrierDecision run() const {
+    BarrierDecision d;
+    const bool joiner = in.running.epoch == 0;
+    u64 base = in.running.epoch;
+    for (u32 r = 0; r < in.ranks; ++r) {
+      const CellCopy& c = in.cells[r];
+      if (r == in.me || !c.valid || c.step != in.step || c.epoch() <= base) continue;
+      if (dead(r, c.incarnation)) continue;
+      if (joiner) {
+        // Only a rank of a view that I was given may tell a joiner where the group is.
+        bool known = false;
+        for (u32 i = 0; i < in.staged_count; ++i) known |= in.staged_now[i].incarnation[r] == c.incarnation;
+        if (known) base = c.epoch();
+      } else if (staged(c.epoch())) {
+        base = c.epoch();
+      } else if (const u32* m = c.members_of(c.epoch()); m && !contains_me(m)) {
+        d.kind = BarrierDecision::kExpelled;
+        d.epoch = c.epoch();
+        d.base = base;
+        return d;
+      }
+    }
+    if (!base) return d;
+    const u32* base_members = members_of(base);
+    if (!base_members) return d;
+    if (!joiner) {
+      for (u32 r = 0; r < in.ranks; ++r) {
+        u32 inc = base_members[r];
+        if (r == in.me || !inc || cell(r, inc) || dead(r, inc)) continue;
+        d.waits_for = r;
+        return d;
+      }
+    }
+    // Later views, highest first. A view that I know only from cells is one that I am not in, or not yet able to run.
+    u64 v = ~0ull;
+    while ((v = next_lower(v, base)) > base) {
+      const u32* members = members_of(v);
+      if (!members) continue;
+      bool all = true, any = false;
+      for (u32 r = 0; r < in.ranks && all; ++r) {
+        u32 inc = base_members[r];
+        if (!inc || members[r] != inc) continue;  // not in both
+        if (r == in.me) {
+          if (joiner || in_my_cell(v)) any = true;
+          else all = false;
+        } else if (const CellCopy* c = cell(r, inc)) {
+          if (c->has(v)) any = true;
+          else all = false;
+        } else if (joiner || !dead(r, inc)) {
+          all = dead(r, inc);
+        }
+      }
+      if (!all || !any) continue;
+      if (!contains_me(members)) {
+        d.kind = joiner ? BarrierDecision::kWait : BarrierDecision::kExpelled;
+        d.epoch = v;
+        d.base = base;
+        return d;
+      }
+      if (joiner && !staged(v)) continue;
+      return decided(v, base, members);
+    }
+    if (joiner) {
+      // The group already runs a view that I am in.
+      if (!contains_me(base_members) || !staged(base)) return d;
+      return decided(base, base, base_members);
+    }
+    if (!contains_me(base_members)) {
+      d.kind = BarrierDecision::kExpelled;
+      d.epoch = d.base = base;
+      return d;
+    }
+    return decided(base, in.running.epoch, base_members);
+  }
+
+  BarrierDecision decided(u64 epoch, u64 base, const u32* members) const {
+    BarrierDecision d;
+    d.kind = BarrierDecision::kRun;
+    d.epoch = epoch;
+    d.base = base;
+    for (u32 r = 0; r < in.ranks; ++r)
+      if (r != in.me && members[r] && dead(r, members[r])) d.doomed = true;
+    return d;
+  }
+
+  u64 next_lower(u64 below, u64 base) const {
+    u64 best = base;
+    auto offer = [&](u64 e) {
+      if (e < below && e > best) best = e;
+    };
+    for (u32 i = 0; i < in.staged_count; ++i) offer(in.staged_now[i].epoch);
+    for (u32 r = 0; r < in.ranks; ++r) {
+      const CellCopy& c = in.cells[r];
+      if (r == in.me || !c.valid || c.step != in.step) continue;
+      for (u32 i = 0; i < c.views; ++i) offer(c.view[i].epoch);
+    }
+    return best;
+  }
+};
+
+}  // namespace
+
+BarrierDecision decide(const BarrierInput& in) { return Decider{in}.run(); }
+
+namespace {
+u32* cell_members(Cell* cell) { return reinterpret_cast<u32*>(cell + 1); }
+const u32* cell_members(const Cell* cell) { return reinterpret_cast<const u32*>(cell + 1); }
+}  // namespace
+
+void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, const KnownView* views, u32 count) {
+  u64 version = cell->version.load(std::memory_order_relaxed) | 1;
+  cell->version.store(version, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  cell->step = step;
+  cell->incarnation = incarnation;
+  cell->tokens = tokens;
+  cell->views = count;
+  for (u32 i = 0; i < count; ++i) {
+    cell->view[i] = {views[i].epoch, views[i].digest};
+    memcpy(cell_members(cell) + u64(i) * ranks, views[i].incarnation, ranks * 4);
+  }
+  cell->version.store(version + 1, std::memory_order_release);
+}
+
+bool read_cell(const Cell* cell, u32 ranks, CellCopy* out) {
+  out->valid = false;
+  for (int tries = 0; tries < 4; ++tries) {
+    u64 before = cell->version.load(std::memory_order_acquire);
+    if (before == 0 || before & 1) return false;
+    out->step = cell->step;
+    out->incarnation = cell->incarnation;
+    out->tokens = cell->tokens;
+    u64 views = cell->views;
+    if (views > kCellViews) continue;  // torn read
+    out->views = u32(views);
+    for (u32 i = 0; i < views; ++i) {
+      out->view[i] = cell->view[i];
+      memcpy(out->members[i], cell_members(cell) + u64(i) * ranks, ranks * 4);
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (cell->version.load(std::memory_order_relaxed) != before) continue;
+    out->valid = true;
+    return true;
+  }
+  return false;
+}
+
+}  // namespace ep

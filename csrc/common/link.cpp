@@ -1,0 +1,223 @@
+#include "link.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "errors.h"
+#include "sys.h"
+
+namespace ep {
+
+namespace {
+
+constexpr size_t kMaxBody = 64 * 1024;
+constexpr int kMaxFds = 253;  // the kernel's limit for one message
+
+int dial(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path)
+    return fail(EP_EINVAL, "socket path '%s' is longer than %zu bytes; use a shorter socket directory", path.c_str(), sizeof address.sun_path - 1);
+  memcpy(address.sun_path, path.c_str(), path.size());
+  int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return fail(-errno, "socket: %s", strerror(errno));
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address)) {
+    int error = errno;
+    ::close(fd);
+    return fail(EP_EGONE, "no daemon answers at '%s' (%s); start `elasticep daemon` on this node", path.c_str(), strerror(error));
+  }
+  return fd;
+}
+
+bool send_message(int fd, const ep_message& m, const std::vector<int>& fds) {
+  iovec part{const_cast<ep_message*>(&m), sizeof m};
+  msghdr h{};
+  h.msg_iov = &part;
+  h.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * 8)];
+  if (!fds.empty()) {
+    memset(control, 0, sizeof control);
+    h.msg_control = control;
+    h.msg_controllen = CMSG_SPACE(sizeof(int) * fds.size());
+    cmsghdr* c = CMSG_FIRSTHDR(&h);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+    memcpy(CMSG_DATA(c), fds.data(), sizeof(int) * fds.size());
+  }
+  return sendmsg(fd, &h, MSG_NOSIGNAL) == ssize_t(sizeof m);
+}
+
+// False on end of file or a message that is none of ours.
+bool receive(int fd, Received* out) {
+  std::vector<unsigned char> body(kMaxBody);
+  iovec parts[2] = {{&out->head, sizeof out->head}, {body.data(), body.size()}};
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * kMaxFds));
+  msghdr h{};
+  h.msg_iov = parts;
+  h.msg_iovlen = 2;
+  h.msg_control = control.data();
+  h.msg_controllen = control.size();
+  ssize_t n;
+  do n = recvmsg(fd, &h, MSG_CMSG_CLOEXEC);
+  while (n < 0 && errno == EINTR);
+  for (cmsghdr* c = n >= 0 ? CMSG_FIRSTHDR(&h) : nullptr; c; c = CMSG_NXTHDR(&h, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    size_t before = out->fds.size();
+    out->fds.resize(before + count);
+    memcpy(out->fds.data() + before, CMSG_DATA(c), count * sizeof(int));
+  }
+  if (n < ssize_t(sizeof out->head) || out->head.magic != EP_MSG_MAGIC) return false;
+  out->head.text[EP_TEXT - 1] = 0;
+  body.resize(size_t(n) - sizeof out->head);
+  out->body = std::move(body);
+  return true;
+}
+
+bool readable(int fd, int stop_event, int timeout_ms) {
+  pollfd p[2] = {{fd, POLLIN, 0}, {stop_event, POLLIN, 0}};
+  return poll(p, stop_event >= 0 ? 2 : 1, timeout_ms) > 0 && p[0].revents;
+}
+
+}  // namespace
+
+Received::~Received() {
+  for (int fd : fds)
+    if (fd >= 0) ::close(fd);
+}
+
+int Received::take(size_t i) {
+  if (i >= fds.size()) return -1;
+  int fd = fds[i];
+  fds[i] = -1;
+  return fd;
+}
+
+Link::~Link() { close(); }
+
+int Link::open(const std::string& path, uint32_t role, const std::string& ticket, unsigned timeout_ms, Received* welcome) {
+  path_ = path;
+  role_ = role;
+  int fd = dial(path);
+  if (fd < 0) return fd;
+  ep_message m{};
+  m.magic = EP_MSG_MAGIC;
+  m.type = EP_MSG_HELLO;
+  m.a = role;
+  m.b = uint64_t(getpid());
+  strncpy(m.text, ticket.c_str(), EP_TEXT - 1);
+  if (!send_message(fd, m, {}) || !readable(fd, -1, int(timeout_ms)) || !receive(fd, welcome)) {
+    ::close(fd);
+    return fail(EP_EGONE, "the daemon at '%s' did not answer within %u ms", path.c_str(), timeout_ms);
+  }
+  if (welcome->head.type != EP_MSG_WELCOME || welcome->fds.size() != 2 || welcome->body.size() != sizeof(ep_geometry)) {
+    ::close(fd);
+    if (welcome->head.type == EP_MSG_REFUSED)
+      return fail(welcome->head.status < 0 ? welcome->head.status : int(EP_EINVAL), "%s", welcome->head.text);
+    return fail(EP_EMISMATCH, "the daemon at '%s' answered with message type %u; install one version everywhere", path.c_str(), welcome->head.type);
+  }
+  group = welcome->head.text;
+  rank = welcome->head.rank;
+  incarnation = uint32_t(welcome->head.a);
+  fd_.store(fd);
+  return 0;
+}
+
+void Link::start(Handler handler, std::vector<int> own_fds) {
+  handler_ = std::move(handler);
+  own_fds_ = std::move(own_fds);
+  stop_event_ = eventfd(0, EFD_CLOEXEC);
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread([this] { loop(); });
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+void Link::send(const ep_message& message) {
+  std::lock_guard<std::mutex> guard(send_mutex_);
+  int fd = fd_.load();
+  if (fd >= 0) send_message(fd, message, {});  // a lost one is said again after the reconnect, by status
+}
+
+uint64_t Link::away_ns() const {
+  uint64_t since = away_since_.load();
+  return since ? now_ns() - since : 0;
+}
+
+bool Link::reconnect() {
+  int fd = dial(path_);
+  if (fd < 0) return false;
+  ep_message m{};
+  m.magic = EP_MSG_MAGIC;
+  m.type = EP_MSG_HELLO;
+  m.rank = rank;
+  m.a = role_;
+  m.b = uint64_t(getpid());
+  m.c = incarnation;
+  strncpy(m.text, group.c_str(), EP_TEXT - 1);
+  Received answer;
+  if (!send_message(fd, m, own_fds_) || !readable(fd, stop_event_, 2000) || !receive(fd, &answer)) {
+    ::close(fd);
+    return false;
+  }
+  if (answer.head.type != EP_MSG_WELCOME) {
+    ::close(fd);
+    if (answer.head.type == EP_MSG_REFUSED && answer.head.status != -EAGAIN) quit_.store(true);
+    return false;
+  }
+  std::lock_guard<std::mutex> guard(send_mutex_);
+  fd_.store(fd);
+  away_since_.store(0);
+  return true;
+}
+
+void Link::loop() {
+  while (!stop_.load() && !quit_.load()) {
+    int fd = fd_.load();
+    if (fd < 0) {
+      if (reconnect()) continue;
+      pollfd p{stop_event_, POLLIN, 0};
+      poll(&p, 1, 50);
+      continue;
+    }
+    if (!readable(fd, stop_event_, -1)) continue;
+    Received message;
+    if (!receive(fd, &message)) {
+      std::lock_guard<std::mutex> guard(send_mutex_);
+      fd_.store(-1);
+      ::close(fd);
+      away_since_.store(now_ns());
+      continue;
+    }
+    if (message.head.type == EP_MSG_QUIT) quit_.store(true);
+    handler_(message);
+  }
+}
+
+void Link::close() {
+  stop_.store(true);
+  if (stop_event_ >= 0) {
+    uint64_t one = 1;
+    if (write(stop_event_, &one, sizeof one) < 0) {  // already signalled
+    }
+  }
+  if (thread_.joinable()) thread_.join();
+  if (stop_event_ >= 0) ::close(stop_event_);
+  stop_event_ = -1;
+  int fd = fd_.exchange(-1);
+  if (fd >= 0) ::close(fd);
+  for (int own : own_fds_) ::close(own);
+  own_fds_.clear();
+}
+
+}  // namespace ep

@@ -1,0 +1,60 @@
+// A runner's or engine's connection to its daemon: SEQPACKET messages with file descriptors, reconnected when the
+// daemon was restarted. Nothing on the data path goes through it.
+#pragma once
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../elasticep.h"
+
+namespace ep {
+
+struct Received {
+  ep_message head{};
+  std::vector<unsigned char> body;
+  std::vector<int> fds;  // owned; closed by the destructor unless taken
+
+  Received() = default;
+  Received(const Received&) = delete;
+  ~Received();
+  int take(size_t i);
+};
+
+class Link {
+ public:
+  using Handler = std::function<void(Received&)>;
+
+  ~Link();
+  // Connects and says hello; *welcome is the answer. EP_EGONE when nobody answers, or the daemon's refusal.
+  int open(const std::string& path, uint32_t role, const std::string& ticket, unsigned timeout_ms, Received* welcome);
+  // From now on a thread handles messages; after a lost connection it reconnects and offers these fds again.
+  void start(Handler handler, std::vector<int> own_fds);
+  void send(const ep_message& message);
+  bool quit() const { return quit_.load(); }
+  // Nanoseconds since the daemon went away, 0 while connected.
+  uint64_t away_ns() const;
+  void close();
+
+  std::string group;
+  uint32_t rank = 0, incarnation = 0;
+
+ private:
+  void loop();
+  bool reconnect();
+
+  std::string path_;
+  uint32_t role_ = 0;
+  Handler handler_;
+  std::vector<int> own_fds_;
+  std::mutex send_mutex_;
+  std::atomic<int> fd_{-1};
+  std::atomic<bool> stop_{false}, quit_{false};
+  std::atomic<uint64_t> away_since_{0};
+  int stop_event_ = -1;
+  std::thread thread_;
+};
+
+}  // namespace ep

@@ -1,0 +1,24 @@
+// Memory files, their mappings, and what a daemon does to headers.
+#pragma once
+#include "header.h"
+
+struct ep_header_map;
+
+namespace ep {
+
+struct Mapping {
+  u8* base = nullptr;
+  u64 bytes = 0;
+
+  Mapping() = default;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping();
+  int map(int fd, u64 expected, const char* what);
+};
+
+int check_header(const Header& header, u64 digest);
+Header* header_of(ep_header_map* map);
+void fence(Header& header, u32 inc, u64 epoch, const char* text);
+
+}  // namespace ep

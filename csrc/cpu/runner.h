@@ -1,0 +1,144 @@
+// Whoever runs a rank's kernels on the CPU: the worker under `service`, the engine's process under `inline`.
+//
+// One thread per channel calls dispatch and combine, channel 0 also the barrier; the link's thread stages views.
+#pragma once
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/bank.h"
+#include "common/barrier.h"
+#include "common/memory.h"
+#include "common/robust.h"
+
+namespace ep {
+
+struct Region {
+  Mapping header_map, data_map;
+  Header* header = nullptr;
+  u8* data = nullptr;
+
+  int open(const Layout& layout, int header_fd, int data_fd);
+};
+
+// A staged view: its tables and the regions it writes to and reads from.
+struct StagedView {
+  u64 epoch = 0;
+  BankTables tables;
+  std::shared_ptr<Region> peer[EP_MAX_RANKS];  // [me] and non-members: null
+};
+
+// Where one (token, k) pair went.
+struct Route {
+  int32_t rank;  // -1: no expert
+  int32_t slot;
+};
+
+// One exchange on its way through a channel.
+struct Flight {
+  enum Phase { kIdle, kSent, kReceived, kReady } phase = kIdle;
+  u32 exchange = 0, layer = 0, tokens = 0;
+  u64 tag = 0;
+  std::vector<Route> routes;     // [tokens * topk]
+  std::vector<float> weights;    // [tokens * topk]
+  std::vector<u64> owed;         // [tokens][2] ranks that owe an output, as bits
+  std::vector<u8> wire;          // rows after conversion to the dispatch dtype
+};
+
+class Runner {
+ public:
+  int open(const ep_geometry& geometry, u32 rank, u32 incarnation, int header_fd, int data_fd);
+
+  // Link thread. fds: bank, then header+data of each rank in `ranks`.
+  int stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds);
+  void wake();
+
+  int barrier(u32 tokens, u64 timeout_ns, ep_step_info* out);
+  int end_step(u32* complete);
+  void tear(const char* why);
+
+  struct Dispatch {
+    u32 exchange, channel, layer, tokens, sequence, x_dtype;
+    const void* x;
+    const int32_t* ids;
+    const float* weights;
+    u8* lost;
+  };
+  int dispatch_send(const Dispatch& d);
+  int dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_tokens);
+  int combine_send(u32 exchange, u32 channel);
+  int combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype);
+
+  const Layout& layout() const { return layout_; }
+  const ep_geometry& geometry() const { return g_; }
+  Header& header() { return *own_.header; }
+  u8* data() { return own_.data; }
+  u32 rank() const { return me_; }
+  u32 incarnation() const { return inc_; }
+  // Called when a view was adopted, on the barrier's thread.
+  std::function<void(u64 epoch, u64 step)> on_adopted;
+
+ private:
+  struct Wait;
+  Cell* cell(u8* data, u64 step, u32 source) const;
+  u8* data_of(u32 rank) const { return rank == me_ ? own_.data : view_->peer[rank]->data; }
+  Flag* leave_marks(u8* data) const { return reinterpret_cast<Flag*>(data + layout_.leave); }
+  void leave(const StagedView& view, u32 rank, u64 epoch, LeaveWhy why);
+  u64 left_by(u32* rank) const;
+  u64 left_behind() const;
+  bool is_dead(u32 rank, u32 inc) const { return own_.header->dead[rank].load(std::memory_order_acquire) >= inc; }
+  void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
+
+  int join(BarrierInput& in, BarrierDecision* decision);
+  void post_cells(u32 tokens);
+  void read_cells(u64 step);
+  u64 higher_barrier();
+  void adopt(const BarrierDecision& d);
+  void fill_info(ep_step_info* out) const;
+  int expelled(const BarrierDecision& d);
+
+  int wait_flags(const Wait& wait);
+  void convert_rows(const Dispatch& d, Flight& f);
+  int route(const Dispatch& d, Flight& f);
+  void push(u32 to, const Dispatch& d, const Flight& f);
+  int torn_status();
+
+  ep_geometry g_{};
+  Layout layout_{};
+  Region own_;
+  u32 me_ = 0, inc_ = 0;
+
+  std::mutex views_mutex_;
+  StagedView views_[EP_BANKS];
+  std::shared_ptr<Region> regions_[EP_MAX_RANKS];  // latest region of each peer
+  Atomic<u64> staged_version_{0};
+
+  // Barrier thread only (the other channel reads view_ and step_ between begin and end).
+  StagedView* view_ = nullptr;
+  u64 step_ = 1;
+  bool in_step_ = false, cells_posted_ = false;
+  struct Known {
+    KnownView view;
+    u32 incarnation[EP_MAX_RANKS];
+  };
+  std::vector<Known> snapshot_;  // running view first, as written in the cells
+  std::vector<CellCopy> cells_;
+  u64 left_step_[EP_MAX_RANKS] = {};
+  Atomic<u32> torn_{0};
+  std::mutex tear_mutex_;
+  std::string tear_reason_;
+
+  Flight flights_[EP_MAX_CHANNELS];
+  std::vector<u32> filled_[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];  // per source: rows of recv_ids that may name a slot
+  std::vector<u32> load_;          // [layers * experts] of the running step
+  std::vector<u8> load_touched_;   // [layers]
+  std::mutex load_mutex_;
+  u32 spins_ = 0;
+
+ public:
+  std::string tear_reason();
+};
+
+}  // namespace ep

@@ -1,0 +1,378 @@
+// What an engine holds: the same calls under both launches.
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "common/errors.h"
+#include "common/link.h"
+#include "common/robust.h"
+#include "common/sys.h"
+#include "runner.h"
+#include "service.h"
+
+using namespace ep;
+
+namespace {
+constexpr u64 kWorkerGrace = 5'000'000'000;  // beyond the worker's own deadline
+constexpr u64 kLook = 20'000'000;
+}  // namespace
+
+struct ep_session {
+  Link link;
+  RobustHold engine_hold, runner_hold;
+  ep_geometry geometry{};
+  Layout layout{};
+  Region own;                 // service
+  std::unique_ptr<Runner> runner;  // inline
+  std::vector<int32_t> ids;   // inline: converted ids
+  u32 sequence = 0;
+  bool in_step = false;
+  pid_t pid = getpid();
+
+  Header& header() { return runner ? runner->header() : *own.header; }
+  u8* data() { return runner ? runner->data() : own.data; }
+
+  int check_fork() const {
+    return getpid() == pid ? 0 : fail(EP_EUSAGE, "this session belongs to process %d; attach again in the forked process %d", pid, getpid());
+  }
+  int check_fenced() {
+    Header& h = header();
+    return is_fenced(h) || h.incarnation.load() != link.incarnation
+               ? fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", link.rank, link.incarnation, h.fenced_text)
+               : 0;
+  }
+
+  // Lets an unfinished command of this channel end, so that its arguments may be overwritten.
+  void drain(u32 channel) {
+    Command& c = header().command[channel];
+    if (c.done.load(std::memory_order_acquire) != c.posted.load(std::memory_order_relaxed))
+      answer(channel, 2 * header().timeouts.exchange_timeout_ns);
+  }
+
+  void post(u32 channel, u32 op) {
+    Header& h = header();
+    Command& c = h.command[channel];
+    c.op = op;
+    c.posted.fetch_add(1, std::memory_order_seq_cst);
+    ring(h.runner_wake[channel], h.runner_asleep[channel]);
+  }
+
+  // Waits for the worker's answer; `limit` is the worker's own deadline.
+  int answer(u32 channel, u64 limit) {
+    Header& h = header();
+    Command& c = h.command[channel];
+    const u64 deadline = now_ns() + limit + kWorkerGrace;
+    for (;;) {
+      u32 seen = h.engine_wake.load();
+      h.engine_asleep.store(1);
+      if (c.done.load(std::memory_order_acquire) == c.posted.load(std::memory_order_relaxed)) break;
+      if (check_fenced()) {
+        h.engine_asleep.store(kAwake);
+        return EP_EFENCED;
+      }
+      if (now_ns() > deadline) {
+        h.engine_asleep.store(kAwake);
+        return fail(EP_EGONE, "the worker of rank %u did not answer within %llu ms of its deadline; see the daemon's log", link.rank, (unsigned long long)(kWorkerGrace / 1'000'000));
+      }
+      futex_wait(h.engine_wake, seen, kLook);
+    }
+    h.engine_asleep.store(kAwake);
+    return c.status ? fail(c.status, "%s", c.text) : 0;
+  }
+
+  int call(u32 channel, u32 op, u64 limit) {
+    post(channel, op);
+    return answer(channel, limit);
+  }
+
+  int check_exchange(u32 exchange, u32 channel, u32 dtype) {
+    if (int bad = check_fork()) return bad;
+    if (exchange >= geometry.exchanges || channel >= geometry.exchange[exchange].channels)
+      return fail(EP_EINVAL, "exchange %u channel %u does not exist; the group has %u exchanges", exchange, channel, geometry.exchanges);
+    if (dtype > EP_BF16) return fail(EP_EINVAL, "dtype %u cannot be used here; it must be fp32 (0), fp16 (1) or bf16 (2)", dtype);
+    return in_step ? check_fenced() : fail(EP_EUSAGE, "exchange outside a step; open one with step_begin");
+  }
+
+  void fill_received(u32 exchange, u32 channel, ep_received* out) {
+    const ChannelLayout& l = layout.channel[exchange][channel];
+    const auto& x = geometry.exchange[exchange];
+    u8* d = data();
+    out->rows = d + l.rows;
+    out->scales = l.scale_bytes ? d + l.scales : nullptr;
+    out->ids = reinterpret_cast<int32_t*>(d + l.recv_ids);
+    out->weights = reinterpret_cast<float*>(d + l.recv_weights);
+    out->slot_counts = reinterpret_cast<int32_t*>(d + l.slot_counts);
+    out->slot_offsets = nullptr;
+    out->out = d + l.y;
+    out->rows_count = geometry.max_ranks * l.source_rows;
+    out->out_dtype = x.combine_dtype;
+    out->row_dtype = x.dispatch_dtype;
+  }
+
+  int take_ids(const void* from, u32 bytes, u64 n, int32_t* to) {
+    for (u64 i = 0; i < n; ++i) {
+      int64_t id = bytes == 8 ? static_cast<const int64_t*>(from)[i] : static_cast<const int32_t*>(from)[i];
+      if (id < -1 || id >= int64_t(geometry.experts))
+        return fail(EP_EINVAL, "token %llu names expert %lld; ids must be -1 (none) or 0..%u", (unsigned long long)(i / geometry.topk), (long long)id, geometry.experts - 1);
+      to[i] = int32_t(id);
+    }
+    return 0;
+  }
+};
+
+int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, ep_session** out) {
+  auto s = std::make_unique<ep_session>();
+  Received welcome;
+  if (int bad = s->link.open(socket_path, EP_ROLE_ENGINE, ticket, timeout_ms, &welcome)) return bad;
+  memcpy(&s->geometry, welcome.body.data(), sizeof s->geometry);
+  if (int bad = make_layout(s->geometry, &s->layout)) return bad;
+  if (welcome.head.c && welcome.head.c != s->layout.digest)
+    return fail(EP_EMISMATCH, "layout digest %016llx of the daemon differs from ours, %016llx; install one version everywhere", (unsigned long long)welcome.head.c, (unsigned long long)s->layout.digest);
+  const u32 inc = s->link.incarnation;
+  if (s->geometry.launch == EP_LAUNCH_INLINE) {
+    s->runner = std::make_unique<Runner>();
+    if (int bad = s->runner->open(s->geometry, s->link.rank, inc, welcome.fds[0], welcome.fds[1])) return bad;
+    if (int bad = s->runner_hold.take(s->runner->header().runner, inc)) return bad;
+    ep_session* raw = s.get();
+    s->runner->on_adopted = [raw](u64 epoch, u64 step) {
+      ep_message m{};
+      m.magic = EP_MSG_MAGIC;
+      m.type = EP_MSG_ADOPTED;
+      m.rank = raw->link.rank;
+      m.a = epoch;
+      m.b = step;
+      raw->link.send(m);
+    };
+  } else {
+    if (int bad = s->own.open(s->layout, welcome.fds[0], welcome.fds[1])) return bad;
+  }
+  if (int bad = s->engine_hold.take(s->header().engine, inc)) return bad;
+  ep_session* raw = s.get();
+  s->link.start([raw](Received& m) {
+    if (raw->runner) handle_stage(*raw->runner, raw->link, m);
+  }, {welcome.take(0), welcome.take(1)});
+  *out = s.release();
+  return 0;
+}
+
+void ep_session_close(ep_session* s) {
+  if (!s) return;
+  if (getpid() != s->pid) return;  // a forked child has neither the threads nor the seat
+  if (s->in_step) ep_step_tear(s);
+  s->link.close();
+  s->engine_hold.release();
+  s->runner_hold.release();
+  delete s;
+}
+
+int ep_session_geometry(ep_session* s, ep_geometry* out) {
+  *out = s->geometry;
+  return 0;
+}
+
+int ep_session_status(ep_session* s, ep_status* out) {
+  const Header& h = s->header();
+  *out = {};
+  out->rank = h.rank;
+  out->incarnation = s->link.incarnation;
+  out->runner_pid = h.runner.pid.load();
+  out->engine_pid = h.engine.pid.load();
+  out->fenced = h.fenced.load();
+  out->wait_phase = h.wait.phase.load();
+  out->wait_exchange = h.wait.exchange.load();
+  out->wait_rank = h.wait.rank.load();
+  out->wait_since_ns = h.wait.since_ns.load();
+  out->progress = h.progress.load();
+  out->epoch = h.epoch.load();
+  out->step = h.step.load();
+  out->torn_steps = h.torn_steps.load();
+  out->complete_steps = h.complete_steps.load();
+  out->warmup = h.warmup.load();
+  for (int i = 0; i < EP_BANKS; ++i) out->staged[i] = h.staged[i].load();
+  return 0;
+}
+
+int ep_session_fenced(ep_session* s, uint64_t* epoch, char* text, uint64_t text_size) {
+  if (!s->check_fenced()) return 0;
+  *epoch = s->header().fenced_epoch.load();
+  snprintf(text, text_size, "%s", s->header().fenced_text);
+  return 1;
+}
+
+int ep_session_warmup(ep_session* s, uint32_t on) {
+  s->header().warmup.store(on ? 1 : 0);
+  return 0;
+}
+
+int ep_session_slots(ep_session* s, uint64_t epoch, int32_t* slot_expert) {
+  BankTables tables(s->layout, s->data() + s->layout.banks + epoch % EP_BANKS * s->layout.bank_bytes);
+  if (epoch == 0 || tables.head->epoch != epoch)
+    return fail(EP_EINVAL, "the tables of epoch %llu are gone; only the running and staged views are kept", (unsigned long long)epoch);
+  memcpy(slot_expert, tables.slots, u64(s->geometry.layers) * s->geometry.max_ranks * s->geometry.slots * 4);
+  return 0;
+}
+
+int ep_session_loads(ep_session* s, uint64_t* loads) {
+  auto from = reinterpret_cast<const std::atomic<u64>*>(s->data() + s->layout.loads);
+  for (u64 i = 0; i < u64(s->geometry.layers) * s->geometry.experts; ++i) loads[i] = from[i].load(std::memory_order_relaxed);
+  return 0;
+}
+
+int ep_step_begin(ep_session* s, uint32_t tokens, uint32_t timeout_ms, ep_step_info* out) {
+  if (int bad = s->check_fork()) return bad;
+  if (s->in_step) return fail(EP_EUSAGE, "step_begin inside a step; end the step first");
+  if (int bad = s->check_fenced()) return bad;
+  Header& h = s->header();
+  const u64 limit = timeout_ms ? u64(timeout_ms) * 1'000'000 : h.timeouts.step_timeout_ns;
+  int status;
+  if (s->runner) {
+    status = s->runner->barrier(tokens, limit, out);
+  } else {
+    h.command[0].tokens = tokens;
+    h.command[0].timeout_ms = timeout_ms;
+    status = s->call(0, kOpBarrier, limit);
+    if (!status) *out = h.step_info;
+  }
+  if (status) return status;
+  s->in_step = true;
+  s->sequence = 0;
+  return 0;
+}
+
+int ep_step_end(ep_session* s, uint32_t* complete) {
+  if (int bad = s->check_fork()) return bad;
+  if (!s->in_step) return fail(EP_EUSAGE, "step_end without a step");
+  s->in_step = false;
+  *complete = 0;
+  if (s->runner) return s->runner->end_step(complete);
+  if (int bad = s->check_fenced()) return bad;
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->drain(c);
+  if (int bad = s->call(0, kOpStepEnd, s->header().timeouts.exchange_timeout_ns)) return bad;
+  *complete = s->header().command[0].complete;
+  return 0;
+}
+
+int ep_step_tear(ep_session* s) {
+  if (int bad = s->check_fork()) return bad;
+  if (!s->in_step) return fail(EP_EUSAGE, "step_tear without a step");
+  if (s->runner) {
+    s->runner->tear("the engine tore it");
+    return 0;
+  }
+  if (int bad = s->check_fenced()) return bad;
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->drain(c);
+  return s->call(0, kOpTear, s->header().timeouts.exchange_timeout_ns);
+}
+
+namespace {
+
+int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, const void* x, u32 x_dtype, const void* ids, u32 ids_bytes,
+                  const float* weights, u32 tokens) {
+  if (int bad = s->check_exchange(exchange, channel, x_dtype)) return bad;
+  const auto& spec = s->geometry.exchange[exchange];
+  if (tokens > spec.max_tokens) return fail(EP_ECAP, "%u tokens are more than the cap of %u; raise max_tokens or split the batch", tokens, spec.max_tokens);
+  if (layer >= s->geometry.layers) return fail(EP_EINVAL, "layer %u is not below %u", layer, s->geometry.layers);
+  if (ids_bytes != 4 && ids_bytes != 8) return fail(EP_EINVAL, "ids have %u bytes each; they must be int32 or int64", ids_bytes);
+  if (s->sequence >= kMaxSequence) return fail(EP_EUSAGE, "more than %llu exchanges in a step", (unsigned long long)kMaxSequence);
+  const ChannelLayout& l = s->layout.channel[exchange][channel];
+  const u64 pairs = u64(tokens) * s->geometry.topk;
+  u8* d = s->data();
+  if (!s->runner) s->drain(channel);
+  if (int bad = s->take_ids(ids, ids_bytes, pairs, reinterpret_cast<int32_t*>(d + l.in_ids))) return bad;
+  if (s->runner)
+    return s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, x_dtype, x, reinterpret_cast<int32_t*>(d + l.in_ids), weights, d + l.in_lost});
+  memcpy(d + l.in_x, x, u64(tokens) * s->geometry.hidden * element_bytes(x_dtype));
+  memcpy(d + l.in_weights, weights, pairs * 4);
+  Command& c = s->header().command[channel];
+  c.exchange = exchange;
+  c.layer = layer;
+  c.tokens = tokens;
+  c.x_dtype = x_dtype;
+  c.sequence = s->sequence++;
+  s->post(channel, op);
+  return 0;
+}
+
+u64 exchange_limit(ep_session* s) { return 2 * s->header().timeouts.exchange_timeout_ns; }
+
+int finish_dispatch(ep_session* s, u32 exchange, u32 channel, ep_received* out, uint8_t* lost, u32 tokens) {
+  const Command& c = s->header().command[channel];
+  s->fill_received(exchange, channel, out);
+  out->arrived = c.arrived;
+  memcpy(out->tokens, c.source_tokens, sizeof out->tokens);
+  if (lost) memcpy(lost, s->data() + s->layout.channel[exchange][channel].in_lost, tokens);
+  return 0;
+}
+
+}  // namespace
+
+int ep_dispatch_send(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype, const void* ids,
+                     uint32_t ids_bytes, const float* weights, uint32_t tokens) {
+  // The worker takes the inputs on its own time: the answer is read by dispatch_recv.
+  return send_dispatch(s, kOpDispatch, exchange, channel, layer, x, x_dtype, ids, ids_bytes, weights, tokens);
+}
+
+int ep_dispatch_recv(ep_session* s, uint32_t exchange, uint32_t channel, ep_received* out, uint8_t* lost) {
+  if (int bad = s->check_exchange(exchange, channel, EP_FP32)) return bad;
+  Command& c = s->header().command[channel];
+  if (s->runner) {
+    memset(c.source_tokens, 0, sizeof c.source_tokens);
+    if (int bad = s->runner->dispatch_recv(exchange, channel, &c.arrived, c.source_tokens)) return bad;
+  } else if (int bad = s->answer(channel, exchange_limit(s))) {
+    return bad;
+  }
+  return finish_dispatch(s, exchange, channel, out, lost, c.source_tokens[s->link.rank]);
+}
+
+int ep_dispatch(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype, const void* ids,
+                uint32_t ids_bytes, const float* weights, uint32_t tokens, ep_received* out, uint8_t* lost) {
+  if (int bad = ep_dispatch_send(s, exchange, channel, layer, x, x_dtype, ids, ids_bytes, weights, tokens)) return bad;
+  return ep_dispatch_recv(s, exchange, channel, out, lost);
+}
+
+int ep_combine_send(ep_session* s, uint32_t exchange, uint32_t channel) {
+  if (int bad = s->check_exchange(exchange, channel, EP_FP32)) return bad;
+  if (s->runner) return s->runner->combine_send(exchange, channel);
+  Command& c = s->header().command[channel];
+  c.exchange = exchange;
+  return s->call(channel, kOpCombineSend, exchange_limit(s));
+}
+
+int ep_combine_recv(ep_session* s, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype) {
+  if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
+  if (s->runner) return s->runner->combine_recv(exchange, channel, out, out_dtype);
+  Command& c = s->header().command[channel];
+  c.exchange = exchange;
+  c.out_dtype = out_dtype;
+  if (int bad = s->call(channel, kOpCombineRecv, exchange_limit(s))) return bad;
+  memcpy(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  return 0;
+}
+
+int ep_combine(ep_session* s, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype) {
+  if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
+  if (s->runner) {
+    if (int bad = s->runner->combine_send(exchange, channel)) return bad;
+    return s->runner->combine_recv(exchange, channel, out, out_dtype);
+  }
+  Command& c = s->header().command[channel];
+  c.exchange = exchange;
+  c.out_dtype = out_dtype;
+  if (int bad = s->call(channel, kOpCombine, exchange_limit(s))) return bad;
+  memcpy(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  return 0;
+}
+
+uint32_t ep_abi_version(void) { return EP_ABI_VERSION; }
+
+uint64_t ep_struct_size(const char* name) {
+  struct {
+    const char* name;
+    uint64_t size;
+  } sizes[] = {{"geometry", sizeof(ep_geometry)}, {"view", sizeof(ep_view)},         {"status", sizeof(ep_status)},
+               {"message", sizeof(ep_message)},   {"event", sizeof(ep_event)},       {"received", sizeof(ep_received)},
+               {"step_info", sizeof(ep_step_info)}, {"timeouts", sizeof(ep_timeouts)}};
+  for (auto& s : sizes)
+    if (!strcmp(name, s.name)) return s.size;
+  return 0;
+}

@@ -1,0 +1,422 @@
+// The step barrier, view adoption, tearing and the end-of-step check (design: protocol, sections 3 and 4).
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "common/errors.h"
+#include "common/sys.h"
+#include "runner.h"
+
+namespace ep {
+
+namespace {
+constexpr u64 kLook = 5'000'000;        // how long to sleep before looking at dead and fenced words unasked
+constexpr u64 kDoomedPause = 2'000'000;  // before the next barrier while a member of the view is dead
+
+u64 min_ns(u64 a, u64 b) { return a < b ? a : b; }
+}  // namespace
+
+int Region::open(const Layout& layout, int header_fd, int data_fd) {
+  if (int bad = header_map.map(header_fd, layout.header_bytes, "a rank's header")) return bad;
+  header = reinterpret_cast<Header*>(header_map.base);
+  if (int bad = check_header(*header, layout.digest)) return bad;
+  if (int bad = data_map.map(data_fd, layout.data_bytes, "a rank's data region")) return bad;
+  data = data_map.base;
+  return 0;
+}
+
+int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int header_fd, int data_fd) {
+  g_ = geometry;
+  if (int bad = make_layout(g_, &layout_)) return bad;
+  if (int bad = own_.open(layout_, header_fd, data_fd)) return bad;
+  me_ = rank;
+  inc_ = incarnation;
+  step_ = own_.header->step.load() + 1;
+  cells_.resize(g_.max_ranks);
+  load_.resize(u64(g_.layers) * g_.experts);
+  load_touched_.resize(g_.layers);
+  for (auto& exchange : filled_)
+    for (auto& channel : exchange) channel.assign(g_.max_ranks, ~0u);
+  // Spinning pays only where a waiting rank does not keep another from running.
+  spins_ = std::thread::hardware_concurrency() > g_.max_ranks * 2 ? 4000 : 0;
+  return 0;
+}
+
+void Runner::wake() {
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) ring(own_.header->runner_wake[c], own_.header->runner_asleep[c]);
+}
+
+int Runner::stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds) {
+  if (fds.size() != 1 + 2 * ranks.size()) return fail(EP_EINVAL, "stage of epoch %llu came with %zu descriptors for %zu peers", (unsigned long long)epoch, fds.size(), ranks.size());
+  Mapping image;
+  if (int bad = image.map(fds[0], layout_.bank_bytes, "a view's tables")) return bad;
+  BankTables tables(layout_, image.base);
+  if (tables.head->epoch != epoch) return fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", (unsigned long long)epoch, (unsigned long long)tables.head->epoch);
+  u64 running = own_.header->epoch.load();
+  if (running && (epoch <= running || epoch >= running + EP_BANKS))
+    return fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", (unsigned long long)epoch, (unsigned long long)running, EP_BANKS - 1);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i] >= g_.max_ranks || ranks[i] == me_) return fail(EP_EINVAL, "stage names peer %u", ranks[i]);
+    auto region = std::make_shared<Region>();
+    if (int bad = region->open(layout_, fds[1 + 2 * i], fds[2 + 2 * i])) return bad;
+    regions_[ranks[i]] = region;
+  }
+  StagedView v;
+  v.epoch = epoch;
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    if (!tables.head->incarnation[r] || r == me_) continue;
+    if (!regions_[r]) return fail(EP_EINVAL, "epoch %llu has rank %u, whose region never came", (unsigned long long)epoch, r);
+    v.peer[r] = regions_[r];
+  }
+  u8* bank = own_.data + layout_.banks + epoch % EP_BANKS * layout_.bank_bytes;
+  {
+    std::lock_guard<std::mutex> guard(views_mutex_);
+    memcpy(bank, image.base, layout_.bank_bytes);
+    v.tables = BankTables(layout_, bank);
+    views_[epoch % EP_BANKS] = std::move(v);
+    own_.header->staged[epoch % EP_BANKS].store(epoch);
+    staged_version_.fetch_add(1);
+  }
+  wake();
+  return 0;
+}
+
+Cell* Runner::cell(u8* data, u64 step, u32 source) const {
+  return reinterpret_cast<Cell*>(data + layout_.cells + ((step & 1) * g_.max_ranks + source) * layout_.cell_bytes);
+}
+
+void Runner::ring_peer(const StagedView& view, u32 rank, u32 channel) const {
+  Header& h = *view.peer[rank]->header;
+  ring(h.runner_wake[channel], h.runner_asleep[channel]);
+}
+
+void Runner::leave(const StagedView& view, u32 rank, u64 epoch, LeaveWhy why) {
+  if (left_step_[rank] < step_) left_step_[rank] = step_;
+  auto mark = reinterpret_cast<std::atomic<u64>*>(&leave_marks(view.peer[rank]->data)[me_].word);
+  mark->store(make_leave(left_step_[rank], epoch, why));
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) ring_peer(view, rank, c);
+}
+
+// The highest step that anyone's leave mark names.
+u64 Runner::left_by(u32* rank) const {
+  u64 highest = 0;
+  const Flag* marks = leave_marks(own_.data);
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    u64 step = leave_step(reinterpret_cast<const std::atomic<u64>*>(&marks[r].word)->load(std::memory_order_acquire));
+    if (step > highest) {
+      highest = step;
+      *rank = r;
+    }
+  }
+  return highest;
+}
+
+// The epoch in which somebody went on without this rank, or 0. Marks of earlier epochs were for an earlier incarnation.
+u64 Runner::left_behind() const {
+  const Flag* marks = leave_marks(own_.data);
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    u64 mark = reinterpret_cast<const std::atomic<u64>*>(&marks[r].word)->load(std::memory_order_acquire);
+    int16_t ahead = int16_t(u16(mark >> 8) - u16(view_->epoch));
+    if ((mark & 0xff) == kLeaveExpelled && ahead > 0) return view_->epoch + u64(ahead);
+  }
+  return 0;
+}
+
+// Takes what is staged by now; [0] is the running view.
+void Runner::post_cells(u32 tokens) {
+  snapshot_.clear();
+  KnownView views[kCellViews];
+  std::shared_ptr<Region> targets[EP_MAX_RANKS];
+  {
+    std::lock_guard<std::mutex> guard(views_mutex_);
+    auto take = [&](const StagedView& v) {
+      Known k;
+      k.view = {v.epoch, v.tables.head->previous_epoch, v.tables.head->digest, nullptr};
+      memcpy(k.incarnation, v.tables.head->incarnation, sizeof k.incarnation);
+      snapshot_.push_back(k);
+      for (u32 r = 0; r < g_.max_ranks; ++r)
+        if (v.peer[r] && !targets[r]) targets[r] = v.peer[r];
+    };
+    take(*view_);
+    for (u64 e = view_->epoch + 1; e < view_->epoch + EP_BANKS; ++e)
+      if (views_[e % EP_BANKS].epoch == e) take(views_[e % EP_BANKS]);
+  }
+  for (size_t i = 0; i < snapshot_.size(); ++i) {
+    snapshot_[i].view.incarnation = snapshot_[i].incarnation;
+    views[i] = snapshot_[i].view;
+  }
+  for (u32 n = 0; n < g_.max_ranks; ++n) {
+    u32 r = (me_ + n) % g_.max_ranks;
+    if (!targets[r]) continue;
+    write_cell(cell(targets[r]->data, step_, me_), g_.max_ranks, step_, inc_, tokens, views, u32(snapshot_.size()));
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    // Only the last cell of a barrier needs to wake its reader; a cell may also carry news, so any staged view does too.
+    bool last = snapshot_.size() > 1;
+    if (!last) {
+      last = true;
+      const Cell* theirs = cell(targets[r]->data, step_, 0);
+      for (u32 m = 0; m < g_.max_ranks && last; ++m) {
+        if (!view_->tables.head->incarnation[m] || m == r || is_dead(m, view_->tables.head->incarnation[m])) continue;
+        auto c = reinterpret_cast<const Cell*>(reinterpret_cast<const u8*>(theirs) + m * layout_.cell_bytes);
+        last = c->step == step_;
+      }
+    }
+    if (last) ring(targets[r]->header->runner_wake[0], targets[r]->header->runner_asleep[0]);
+  }
+  cells_posted_ = true;
+}
+
+void Runner::read_cells(u64 step) {
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    cells_[r].valid = false;
+    if (r != me_ && cell(own_.data, step, r)->step == step) read_cell(cell(own_.data, step, r), g_.max_ranks, &cells_[r]);
+  }
+}
+
+// The number of a later barrier that a known peer has already written, or 0.
+u64 Runner::higher_barrier() {
+  u64 highest = 0;
+  CellCopy copy;
+  for (u32 parity = 0; parity < 2; ++parity)
+    for (u32 r = 0; r < g_.max_ranks; ++r) {
+      const Cell* c = cell(own_.data, parity, r);
+      if (r == me_ || c->step <= step_ || c->step <= highest || !read_cell(c, g_.max_ranks, &copy) || copy.step <= step_) continue;
+      if (is_dead(r, copy.incarnation)) continue;
+      bool known = false;
+      std::lock_guard<std::mutex> guard(views_mutex_);
+      for (auto& v : views_) known |= v.epoch && v.tables.head->incarnation[r] == copy.incarnation;
+      // Of a view that I have not staged, only its own members can tell me; that is how an expelled rank learns it.
+      if (known && copy.step > highest) highest = copy.step;
+    }
+  return highest;
+}
+
+void Runner::adopt(const BarrierDecision& d) {
+  StagedView* old = view_;
+  {
+    std::lock_guard<std::mutex> guard(views_mutex_);
+    view_ = &views_[d.epoch % EP_BANKS];
+  }
+  if (old && old != view_) {
+    // Those left behind hear of it before anyone goes on, so that nothing they finish can count.
+    for (u32 r = 0; r < g_.max_ranks; ++r)
+      if (old->peer[r] && old->tables.head->incarnation[r] != view_->tables.head->incarnation[r]) leave(*old, r, d.epoch, kLeaveExpelled);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  own_.header->epoch.store(d.epoch);
+  if (on_adopted) on_adopted(d.epoch, step_);
+}
+
+void Runner::fill_info(ep_step_info* out) const {
+  *out = {};
+  const Bank& bank = *view_->tables.head;
+  out->epoch = bank.epoch;
+  out->step = step_;
+  out->digest = bank.digest;
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    if (!bank.incarnation[r]) continue;
+    ++out->members;
+    out->incarnation[r] = bank.incarnation[r];
+    if (r != me_ && cells_[r].valid && cells_[r].step == step_) out->tokens[r] = cells_[r].tokens;
+  }
+}
+
+int Runner::expelled(const BarrierDecision& d) {
+  char text[EP_TEXT];
+  snprintf(text, sizeof text, "the other ranks went on without it in epoch %llu", (unsigned long long)d.epoch);
+  fence(*own_.header, inc_, d.epoch, text);
+  return fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, text);
+}
+
+int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
+  if (in_step_) return fail(EP_EUSAGE, "step_begin inside a step; end the step first");
+  Header& h = *own_.header;
+  const u64 begin = now_ns(), deadline = begin + (timeout_ns ? timeout_ns : h.timeouts.step_timeout_ns);
+  bool waiting = false;
+  auto done = [&](int status) {
+    if (waiting) h.wait.phase.store(0);
+    h.runner_asleep[0].store(kAwake);
+    return status;
+  };
+  for (;;) {
+    if (is_fenced(h)) return done(fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, h.fenced_text));
+    if (view_)
+      if (u64 epoch = left_behind()) {
+        BarrierDecision gone;
+        gone.epoch = epoch;
+        return done(expelled(gone));
+      }
+    if (view_ && !cells_posted_) post_cells(tokens);
+    u32 wake_seen = h.runner_wake[0].load();
+    h.runner_asleep[0].store(kForFlags);
+    u64 staged_seen = staged_version_.load();
+
+    Known now[EP_BANKS];
+    BarrierInput in{};
+    in.ranks = g_.max_ranks;
+    in.me = me_;
+    in.my_incarnation = inc_;
+    {
+      std::lock_guard<std::mutex> guard(views_mutex_);
+      u64 from = view_ ? view_->epoch : 0;
+      for (u64 floor = from;;) {
+        StagedView* next = nullptr;
+        for (auto& v : views_)
+          if (v.epoch > floor && (!next || v.epoch < next->epoch)) next = &v;
+        if (!next) break;
+        floor = next->epoch;
+        Known& k = now[in.staged_count];
+        memcpy(k.incarnation, next->tables.head->incarnation, sizeof k.incarnation);
+        in.staged_now[in.staged_count++] = {next->epoch, next->tables.head->previous_epoch, next->tables.head->digest, k.incarnation};
+      }
+    }
+    in.dead = h.dead;
+    in.cells = cells_.data();
+    BarrierDecision d;
+    if (view_) {
+      if (u64 higher = higher_barrier()) {
+        step_ = higher;
+        cells_posted_ = false;
+        continue;
+      }
+      read_cells(step_);
+      in.step = step_;
+      in.running = snapshot_[0].view;
+      in.running.incarnation = snapshot_[0].incarnation;
+      for (size_t i = 1; i < snapshot_.size(); ++i) in.staged[in.snapshot++] = snapshot_[i].view;
+      d = decide(in);
+    } else if (join(in, &d)) {
+      continue;  // became a member, or entered a barrier as one
+    }
+    if (d.kind == BarrierDecision::kExpelled) return done(expelled(d));
+    if (d.kind == BarrierDecision::kRun) {
+      if (!view_ || d.epoch != view_->epoch) adopt(d);
+      h.progress.fetch_add(1);
+      if (!d.doomed) {
+        h.step.store(step_);
+        fill_info(out);
+        out->tokens[me_] = tokens;
+        torn_.store(0);
+        for (auto& f : flights_) f.phase = Flight::kIdle;
+        in_step_ = true;
+        return done(0);
+      }
+      for (u32 r = 0; r < g_.max_ranks; ++r)
+        if (view_->peer[r]) leave(*view_, r, view_->epoch, kLeaveDoomed);
+      ++step_;
+      cells_posted_ = false;
+      u64 pause_until = now_ns() + kDoomedPause;
+      while (now_ns() < pause_until && staged_version_.load() == staged_seen && !is_fenced(h)) {
+        u32 seen = h.runner_wake[0].load();
+        if (staged_version_.load() == staged_seen) futex_wait(h.runner_wake[0], seen, kDoomedPause);
+      }
+      if (now_ns() >= deadline) return done(fail(EP_ETIMEOUT, "a member of epoch %llu is dead and no later view was staged in time; see `elasticep status`", (unsigned long long)view_->epoch));
+      continue;
+    }
+    u64 now_time = now_ns();
+    if (now_time >= deadline) {
+      if (!view_) return done(fail(EP_ETIMEOUT, "no view with rank %u incarnation %u was adopted in time; see `elasticep status` for what the controller waits for", me_, inc_));
+      return done(fail(EP_ETIMEOUT, "rank %u did not reach barrier %llu in time", d.waits_for, (unsigned long long)step_));
+    }
+    if (!waiting || h.wait.rank.load() != d.waits_for) {
+      waiting = true;
+      h.wait.rank.store(view_ ? d.waits_for : me_);
+      h.wait.exchange.store(0);
+      h.wait.since_ns.store(now_time);
+      h.wait.phase.store(view_ ? 1u : 0u);
+    }
+    futex_wait(h.runner_wake[0], wake_seen, min_ns(kLook, deadline - now_time));
+  }
+}
+
+// A rank without a view. 1: it now has one and the barrier goes on as a member. 0: *decision says run or wait.
+int Runner::join(BarrierInput& in, BarrierDecision* decision) {
+  for (u32 i = 0; i < in.staged_count; ++i) {
+    const KnownView& v = in.staged_now[i];
+    if (v.previous_epoch || v.incarnation[me_] != inc_) continue;
+    BarrierDecision first;
+    first.epoch = v.epoch;
+    adopt(first);
+    return 1;
+  }
+  // Barriers that members have written to me, newest first.
+  u64 steps[2] = {0, 0};
+  for (u32 parity = 0; parity < 2; ++parity)
+    for (u32 r = 0; r < g_.max_ranks; ++r) {
+      u64 s = cell(own_.data, parity, r)->step;
+      if (r != me_ && s > steps[parity]) steps[parity] = s;
+    }
+  if (steps[1] > steps[0]) std::swap(steps[0], steps[1]);
+  for (u64 step : steps) {
+    if (!step) continue;
+    in.step = step;
+    read_cells(step);
+    BarrierDecision d = decide(in);
+    if (d.kind != BarrierDecision::kRun) continue;
+    step_ = step;
+    bool already = false;
+    for (u32 r = 0; r < g_.max_ranks; ++r) already |= r != me_ && cells_[r].valid && cells_[r].step == step && cells_[r].epoch() >= d.epoch;
+    if (already) {
+      adopt(d);
+      cells_posted_ = false;
+      return 1;
+    }
+    *decision = d;
+    return 0;
+  }
+  return 0;
+}
+
+std::string Runner::tear_reason() {
+  std::lock_guard<std::mutex> guard(tear_mutex_);
+  return tear_reason_;
+}
+
+void Runner::tear(const char* why) {
+  std::lock_guard<std::mutex> guard(tear_mutex_);
+  if (!in_step_ || torn_.load()) return;
+  for (u32 r = 0; r < g_.max_ranks; ++r)
+    if (view_->peer[r]) leave(*view_, r, view_->epoch, kLeaveTorn);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  torn_.store(1);
+  tear_reason_ = why;
+  own_.header->torn_steps.fetch_add(1);
+  wake();
+}
+
+int Runner::end_step(u32* complete) {
+  if (!in_step_) return fail(EP_EUSAGE, "step_end without a step");
+  Header& h = *own_.header;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (auto& f : flights_)
+    if (!torn_.load() && f.phase != Flight::kIdle) tear("the engine ended the step inside an exchange");
+  u32 by = 0;
+  if (!torn_.load() && left_by(&by) >= step_) {
+    char text[96];
+    snprintf(text, sizeof text, "rank %u left step %llu", by, (unsigned long long)step_);
+    tear(text);
+  }
+  if (!torn_.load() && is_fenced(h)) tear("this rank was fenced");
+  *complete = torn_.load() ? 0 : 1;
+  {
+    std::lock_guard<std::mutex> guard(load_mutex_);
+    auto loads = reinterpret_cast<u64*>(own_.data + layout_.loads);
+    for (u32 layer = 0; layer < g_.layers; ++layer) {
+      if (!load_touched_[layer]) continue;
+      for (u64 i = u64(layer) * g_.experts; i < u64(layer + 1) * g_.experts; ++i) {
+        if (*complete) reinterpret_cast<std::atomic<u64>*>(loads + i)->fetch_add(load_[i], std::memory_order_relaxed);
+        load_[i] = 0;
+      }
+      load_touched_[layer] = 0;
+    }
+  }
+  if (*complete) h.complete_steps.fetch_add(1);
+  ++step_;
+  in_step_ = false;
+  cells_posted_ = false;
+  h.progress.fetch_add(1);
+  return 0;
+}
+
+}  // namespace ep
