@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from elasticep.client.handle import DispatchInput
-from elasticep.errors import CapExceeded, ElasticEPError, SpecError, TensorError, UsageError
+from elasticep.errors import (
+    CapExceeded,
+    ElasticEPError,
+    PlacementError,
+    SpecError,
+    TensorError,
+    UsageError,
+)
 from elasticep.group import LostExperts
 from elasticep.native import abi
 from elasticep.spec import ExchangeSpec, Layout, Reduce
@@ -143,6 +150,7 @@ class Exchange:
             TensorError: wrong dtype, shape, device or memory layout, or an id out of range.
             CapExceeded: more tokens than the exchange's cap.
             UsageError: outside a step, or the channel's last dispatch was not combined.
+            ExpertsLost: a token needs an expert that no member holds, and the policy is `refuse`.
             StepTorn: the step is torn.
         """
         tensors = self._start(layer, x, topk_ids, topk_weights, channel)
@@ -152,9 +160,8 @@ class Exchange:
         struct = self._structs[channel]
         try:
             self._handle.dispatch(self._number, channel, layer, tensors, struct, lost)
-        except ElasticEPError:
-            self._drop(channel)
-            raise
+        except ElasticEPError as error:
+            raise self._failed(channel, error) from None
         return self._received(flight, channel, struct)
 
     def dispatch_send(
@@ -170,9 +177,8 @@ class Exchange:
         tensors = self._start(layer, x, topk_ids, topk_weights, channel)
         try:
             self._handle.dispatch_send(self._number, channel, layer, tensors)
-        except ElasticEPError:
-            self._drop(channel)
-            raise
+        except ElasticEPError as error:
+            raise self._failed(channel, error) from None
 
     def dispatch_recv(self, *, channel: int = 0) -> Received:
         """The second half of `dispatch`: wait for the rows that come here."""
@@ -181,9 +187,8 @@ class Exchange:
         struct = self._structs[channel]
         try:
             self._handle.dispatch_recv(self._number, channel, struct, lost)
-        except ElasticEPError:
-            self._drop(channel)
-            raise
+        except ElasticEPError as error:
+            raise self._failed(channel, error) from None
         return self._received(flight, channel, struct)
 
     # ---- combine
@@ -218,9 +223,8 @@ class Exchange:
         flight = self._combinable(layer, recv)
         try:
             self._handle.combine_send(self._number, recv.channel)
-        except ElasticEPError:
-            self._drop(recv.channel)
-            raise
+        except ElasticEPError as error:
+            raise self._failed(recv.channel, error) from None
         flight.phase = "combining"
 
     def combine_recv(self, out: torch.Tensor | None = None, *, channel: int = 0) -> torch.Tensor:
@@ -286,6 +290,10 @@ class Exchange:
                 "pass what the last dispatch returned"
             )
         return flight
+
+    def _failed(self, channel: int, error: ElasticEPError) -> ElasticEPError:
+        self._drop(channel)
+        return self._session._experts_lost(error) if isinstance(error, PlacementError) else error
 
     def _drop(self, channel: int) -> None:
         flight, self._flights[channel] = self._flights[channel], None

@@ -26,7 +26,7 @@ from elasticep.errors import (
     StepTorn,
     UsageError,
 )
-from elasticep.group import GroupConfig, LostExperts
+from elasticep.group import GroupConfig
 from elasticep.native import abi
 from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
@@ -145,7 +145,6 @@ class Session:
         Entering it raises:
             StepTimeout: the barrier did not end in time. Enter a new step to go on waiting at it.
             Fenced: this rank was expelled.
-            ExpertsLost: an expert has no live replica and the policy is `refuse`.
             UsageError: a step is open already, or the session is detached or another process's.
         """
         cap = max(part.max_tokens for _, spec in self.config.exchanges for part in spec.parts())
@@ -198,10 +197,7 @@ class Session:
         self._check_usable()
         if self._step is not None:
             raise UsageError("a step is open already; leave its `with` block first")
-        try:
-            info = self._handle.step_begin(step._tokens, step._timeout_ms)
-        except PlacementError as error:
-            raise self._experts_lost(error) from None
+        info = self._handle.step_begin(step._tokens, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
             self._view = self._read_view(info)
         step.number, step.epoch = info.step, info.epoch
@@ -243,19 +239,7 @@ class Session:
         return View(info.epoch, info.digest, MappingProxyType(members), placement)
 
     def _experts_lost(self, error: PlacementError) -> PlacementError:
-        if isinstance(error, ExpertsLost):
-            return error
-        view = self._view
-        try:
-            epoch = max(self._handle.status().staged)
-            geometry = self.config.geometry
-            shape = (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
-            table = self._handle.slots(epoch, shape)
-        except ElasticEPError:
-            return error
-        everyone = dict.fromkeys(range(self.config.geometry.max_ranks), 1)
-        members = MappingProxyType(everyone if view is None else dict(view.members))
-        lost = View(epoch, 0, members, table).lost(self.config.geometry.experts)
+        lost = self.view.lost(self.config.geometry.experts)
         return ExpertsLost(lost) if lost else error
 
     # ---- exchanges
@@ -395,6 +379,3 @@ class Session:
 
 def _name_of(spec: ExchangeSpec, specs: dict[str, ExchangeSpec]) -> str:
     return next((name for name, known in specs.items() if known == spec), "")
-
-
-__all__ = ["LostExperts", "Session", "Step"]

@@ -1,0 +1,207 @@
+"""A whole cluster on this machine: etcd, controller and node daemons, started and ended together.
+
+    with Cluster(group="test", ranks=4, nodes=2) as cluster:
+        session = elasticep.attach(rank=0, socket=cluster.socket_of(0), config=config)
+
+Everything lies in one folder below the temporary directory and is held by a supervisor process of
+its own, so nothing is left behind however the owner ends; see `elasticep.testing.supervisor`.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from elasticep.errors import ConfigError, Unavailable
+from elasticep.testing import supervisor
+from elasticep.testing.supervisor import CONTROLLER, daemon_name, ranks_of
+
+START_TIMEOUT_S: Final = 40.0
+_STOP_TIMEOUT_S: Final = 20.0
+
+
+class Cluster:
+    """One local cluster. `start` begins it and returns at once, `wait_up` waits.
+
+    Args:
+        group: name of the group whose seats the daemons offer. The group itself is created by the
+            first engine's config.
+        ranks: seats.
+        nodes: daemons; the seats are split evenly among them.
+        fault_injection: whether the daemons serve `InjectFault`.
+    """
+
+    def __init__(
+        self, *, group: str, ranks: int, nodes: int = 1, fault_injection: bool = False
+    ) -> None:
+        if not 1 <= nodes <= ranks:
+            raise ConfigError(
+                f"{nodes} nodes for {ranks} ranks; every node needs at least one rank"
+            )
+        self.group = group
+        self.ranks = ranks
+        self.nodes = nodes
+        self._fault_injection = fault_injection
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self.folder = Path()
+        self.up = False
+        self.pids: dict[str, int] = {}
+        """Process id of each unit that is ready, by name."""
+
+    def start(self) -> None:
+        """Start everything, without waiting for it."""
+        self.folder = Path(tempfile.mkdtemp(prefix="eep-"))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", supervisor.__name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C on a terminal is not for the cluster
+            )
+        self._control = ours
+        settings = {
+            "folder": str(self.folder),
+            "group": self.group,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "fault_injection": self._fault_injection,
+        }
+        ours.send(json.dumps(settings).encode())
+
+    def fileno(self) -> int:
+        """Readable when there are events, for a selector."""
+        assert self._control is not None, "start() comes first"
+        return self._control.fileno()
+
+    def events(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """Events that came, waiting up to `timeout` seconds for a first one.
+
+        Raises:
+            Unavailable: a part of the cluster ended for good; the message has the end of its log.
+        """
+        assert self._control is not None, "start() comes first"
+        events: list[dict[str, Any]] = []
+        while select.select([self._control], [], [], 0.0 if events else timeout)[0]:
+            message = self._control.recv(supervisor.MAX_MESSAGE_BYTES)
+            if not message:
+                raise Unavailable("the supervisor of the local cluster ended unexpectedly")
+            event = json.loads(message)
+            self._note(event)
+            events.append(event)
+        return events
+
+    def _note(self, event: dict[str, Any]) -> None:
+        name = event.get("name", "")
+        match event["event"]:
+            case "failed":
+                raise Unavailable(f"{name} of the local cluster ended: {event['error']}")
+            case "ready":
+                self.pids[name] = event["pid"]
+            case "exited":
+                self.pids.pop(name, None)
+            case "up":
+                self.up = True
+
+    def wait_up(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Wait until controller and daemons are ready.
+
+        Raises:
+            Unavailable: they are not, within `timeout` seconds.
+        """
+        self.wait_for(lambda: self.up, timeout, "controller and daemons are ready")
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        """Take in events until `condition()` holds; `Unavailable` names `what` after `timeout`."""
+        end = time.monotonic() + timeout
+        while not condition():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise Unavailable(f"local cluster: not within {timeout:g} s: {what}")
+            self.events(left)
+
+    def node_of(self, rank: int) -> int:
+        """The node that offers a rank."""
+        return next(
+            node for node in range(self.nodes) if rank in ranks_of(node, self.nodes, self.ranks)
+        )
+
+    def socket_of(self, rank: int) -> str:
+        """Path of the daemon's socket that an engine of this rank attaches to."""
+        return str(supervisor.socket_dir(self.folder, self.node_of(rank)) / "daemon.sock")
+
+    def controller_address(self) -> str:
+        """What the controller listens on."""
+        return f"unix://{self.folder}/controller.sock"
+
+    def log(self, name: str) -> str:
+        """What a unit (`controller`, `daemon-0`, ...) printed so far."""
+        with suppress(FileNotFoundError):
+            return (self.folder / f"{name}.log").read_text(errors="replace")
+        return ""
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a unit; one that ends is started again, with its stored descriptors."""
+        assert self._control is not None, "start() comes first"
+        self._control.send(json.dumps({"op": "kill", "name": name, "signal": number}).encode())
+
+    def stop(self) -> None:
+        """End everything and delete the folder. May be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert self._control is not None
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._control.close()
+        if self.folder.exists():  # the supervisor was killed: do its work
+            end_users_of(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_up()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def end_users_of(folder: Path) -> None:
+    """SIGKILL processes of this user whose environment or command line names the folder."""
+    marker = os.fsencode(str(folder))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            pid = int(process.name)
+            told = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            if pid != os.getpid() and marker in told:
+                os.kill(pid, signal.SIGKILL)
+
+
+__all__ = ["CONTROLLER", "Cluster", "daemon_name", "end_users_of"]
