@@ -105,6 +105,17 @@ EP_API int ep_header_grant(ep_header_map* header, uint32_t inc);
 EP_API int ep_header_mark_dead(ep_header_map* header, uint32_t rank, uint32_t inc);
 /* `fenced` := max(old, inc). epoch and text tell the engine why. */
 EP_API int ep_header_fence(ep_header_map* header, uint32_t inc, uint64_t epoch, const char* text);
+/* Fault injection: the runner of this header stops or kills itself at the `after`-th pass of a site from now.
+ * site 0 disarms. Only daemons whose config allows it, and tests, call this. */
+enum ep_failpoint {
+  EP_FAIL_NONE = 0, EP_FAIL_CELLS = 1, EP_FAIL_CELLS_SENT = 2, EP_FAIL_ROWS = 3, EP_FAIL_BITMAP = 4, EP_FAIL_FLAG = 5,
+  EP_FAIL_SENT = 6, EP_FAIL_RECEIVED = 7, EP_FAIL_READY = 8, EP_FAIL_READY_SENT = 9, EP_FAIL_PULL = 10, EP_FAIL_PULLED = 11,
+  EP_FAIL_END = 12, EP_FAIL_STAGE = 13
+};
+enum ep_fail_action { EP_FAIL_KILL = 1, EP_FAIL_STOP = 2 };
+EP_API int ep_header_failpoint(ep_header_map* header, uint32_t site, uint32_t action, uint32_t after);
+/* How often the armed site fired since it was armed. */
+EP_API uint32_t ep_header_failpoint_hits(ep_header_map* header);
 
 /* ---- liveness (daemon): one native thread waits on robust futexes --------------------------------------------- */
 typedef struct ep_watcher ep_watcher;

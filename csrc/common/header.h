@@ -20,6 +20,11 @@ struct alignas(64) RobustLock {
   Atomic<u32> pid;   // process of the holder
 };
 
+// Where a test may stop or kill a runner (ep_header_failpoint); 0 = nowhere.
+struct Failpoint {
+  Atomic<u32> site, action, countdown, hits;
+};
+
 struct WaitRecord {
   Atomic<u32> phase, exchange, rank, pad;
   Atomic<u64> since_ns;
@@ -62,6 +67,7 @@ struct Header {
   alignas(64) Atomic<u64> progress, epoch, step, torn_steps, complete_steps;
   Atomic<u64> staged[EP_BANKS];
   WaitRecord wait;
+  Failpoint failpoint;
   ep_step_info step_info;  // result of the last barrier (service launch)
 
   alignas(64) Atomic<u32> fenced;  // highest fenced incarnation; the daemon's
@@ -76,6 +82,12 @@ inline void raise_to(Atomic<u32>& word, u32 value) {
   u32 old = word.load(std::memory_order_relaxed);
   while (old < value && !word.compare_exchange_weak(old, value)) {
   }
+}
+
+void failpoint_hit(Failpoint& failpoint);
+// One relaxed load where nothing is armed.
+inline void failpoint(Header& h, u32 site) {
+  if (__builtin_expect(h.failpoint.site.load(std::memory_order_relaxed) == site, 0)) failpoint_hit(h.failpoint);
 }
 
 // Wakes whoever sleeps on any word of this header, so that it looks at dead/fenced again.

@@ -2,6 +2,7 @@
 #include "memory.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -200,12 +201,33 @@ int ep_header_mark_dead(ep_header_map* map, uint32_t rank, uint32_t inc) {
   return 0;
 }
 
+int ep_header_failpoint(ep_header_map* map, uint32_t site, uint32_t action, uint32_t after) {
+  if (site > EP_FAIL_STAGE || (site && (action < EP_FAIL_KILL || action > EP_FAIL_STOP)))
+    return fail(EP_EINVAL, "failpoint site %u with action %u does not exist", site, action);
+  Failpoint& f = map->header->failpoint;
+  f.site.store(0);
+  f.action.store(action);
+  f.countdown.store(after ? after : 1);
+  f.hits.store(0);
+  f.site.store(site);
+  return 0;
+}
+
+uint32_t ep_header_failpoint_hits(ep_header_map* map) { return map->header->failpoint.hits.load(); }
+
 int ep_header_fence(ep_header_map* map, uint32_t inc, uint64_t epoch, const char* text) {
   fence(*map->header, inc, epoch, text);
   return 0;
 }
 
 namespace ep {
+void failpoint_hit(Failpoint& f) {
+  if (f.countdown.fetch_sub(1) != 1) return;
+  f.site.store(0);
+  f.hits.fetch_add(1);
+  raise(f.action.load() == EP_FAIL_KILL ? SIGKILL : SIGSTOP);
+}
+
 void fence(Header& h, u32 inc, u64 epoch, const char* text) {
   if (h.fenced.load() < inc) {
     h.fenced_epoch.store(epoch);

@@ -153,6 +153,7 @@ void Runner::push(u32 to, const Dispatch& d, const Flight& f) {
   u64* bits = reinterpret_cast<u64*>(data + l.bitmap) + me_ * l.bitmap_words;
   const u8* from = x.dispatch_dtype == d.x_dtype ? static_cast<const u8*>(d.x) : f.wire.data();
   u64 pending = 0;
+  failpoint(*own_.header, EP_FAIL_ROWS);
   for (u32 t = 0; t < d.tokens; ++t) {
     const bool goes = x.copies == EP_COPIES_ALL || (f.owed[u64(t) * 2 + to / 64] >> (to % 64) & 1);
     if (goes) {
@@ -165,6 +166,7 @@ void Runner::push(u32 to, const Dispatch& d, const Flight& f) {
       }
     }
     if (t % 64 == 63 || t + 1 == d.tokens) {
+      failpoint(*own_.header, EP_FAIL_BITMAP);
       bits[t / 64] = pending;
       pending = 0;
     }
@@ -172,6 +174,7 @@ void Runner::push(u32 to, const Dispatch& d, const Flight& f) {
   auto& arrival = reinterpret_cast<Arrival*>(data + l.arrival)[me_];
   arrival.tokens = d.tokens;
   arrival.layer = d.layer;
+  failpoint(*own_.header, EP_FAIL_FLAG);
   word(arrival.tag).store(f.tag, std::memory_order_seq_cst);
 }
 
@@ -207,6 +210,7 @@ int Runner::dispatch_send(const Dispatch& d) {
     if (to != me_ && all_there(data_of(to) + l.arrival, sizeof(Arrival), f.tag, members, g_.max_ranks, to)) ring_peer(*view_, to, d.channel);
   }
   f.phase = Flight::kSent;
+  failpoint(*own_.header, EP_FAIL_SENT);
   return 0;
 }
 
@@ -261,6 +265,7 @@ int Runner::dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_t
     source_tokens[source] = tokens;
   }
   f.phase = Flight::kReceived;
+  failpoint(*own_.header, EP_FAIL_RECEIVED);
   return 0;
 }
 
@@ -275,10 +280,12 @@ int Runner::combine_send(u32 exchange, u32 channel) {
     const u32 to = (me_ + n) % g_.max_ranks;
     if (!members[to]) continue;
     u8* flags = data_of(to) + l.ready;
+    failpoint(*own_.header, EP_FAIL_READY);
     word(reinterpret_cast<Flag*>(flags)[me_].word).store(f.tag, std::memory_order_seq_cst);
     if (all_there(flags, sizeof(Flag), f.tag, members, g_.max_ranks, to)) ring_peer(*view_, to, channel);
   }
   f.phase = Flight::kReady;
+  failpoint(*own_.header, EP_FAIL_READY_SENT);
   return 0;
 }
 
@@ -294,6 +301,7 @@ int Runner::combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype) {
   const u64 hidden = g_.hidden, k = g_.topk, cap = x.max_tokens, out_bytes = hidden * element_bytes(out_dtype);
   std::vector<float> sum(hidden);
   for (u32 t = 0; t < f.tokens; ++t) {
+    failpoint(*own_.header, EP_FAIL_PULL);
     std::fill(sum.begin(), sum.end(), 0.0f);
     if (x.reduce == EP_REDUCE_PER_EXPERT) {
       for (u64 i = 0; i < k; ++i) {
@@ -313,6 +321,7 @@ int Runner::combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype) {
     from_float(static_cast<u8*>(out) + t * out_bytes, out_dtype, sum.data(), hidden);
   }
   f.phase = Flight::kIdle;
+  failpoint(*own_.header, EP_FAIL_PULLED);
   return 0;
 }
 

@@ -53,6 +53,7 @@ int Runner::stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds
   if (int bad = image.map(fds[0], layout_.bank_bytes, "a view's tables")) return bad;
   BankTables tables(layout_, image.base);
   if (tables.head->epoch != epoch) return fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", (unsigned long long)epoch, (unsigned long long)tables.head->epoch);
+  failpoint(*own_.header, EP_FAIL_STAGE);
   u64 running = own_.header->epoch.load();
   if (running && (epoch <= running || epoch >= running + EP_BANKS))
     return fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", (unsigned long long)epoch, (unsigned long long)running, EP_BANKS - 1);
@@ -149,6 +150,7 @@ void Runner::post_cells(u32 tokens) {
   for (u32 n = 0; n < g_.max_ranks; ++n) {
     u32 r = (me_ + n) % g_.max_ranks;
     if (!targets[r]) continue;
+    failpoint(*own_.header, EP_FAIL_CELLS);
     write_cell(cell(targets[r]->data, step_, me_), g_.max_ranks, step_, inc_, tokens, views, u32(snapshot_.size()));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     // Only the last cell of a barrier needs to wake its reader; a cell may also carry news, so any staged view does too.
@@ -165,6 +167,7 @@ void Runner::post_cells(u32 tokens) {
     if (last) ring(targets[r]->header->runner_wake[0], targets[r]->header->runner_asleep[0]);
   }
   cells_posted_ = true;
+  failpoint(*own_.header, EP_FAIL_CELLS_SENT);
 }
 
 void Runner::read_cells(u64 step) {
@@ -388,6 +391,7 @@ void Runner::tear(const char* why) {
 int Runner::end_step(u32* complete) {
   if (!in_step_) return fail(EP_EUSAGE, "step_end without a step");
   Header& h = *own_.header;
+  failpoint(h, EP_FAIL_END);
   std::atomic_thread_fence(std::memory_order_acquire);
   for (auto& f : flights_)
     if (!torn_.load() && f.phase != Flight::kIdle) tear("the engine ended the step inside an exchange");

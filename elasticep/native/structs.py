@@ -98,6 +98,32 @@ class Holder(enum.IntEnum):
     ENGINE = 1
 
 
+class FailSite(enum.IntEnum):
+    """`enum ep_failpoint`: where a test may stop or kill a runner."""
+
+    NONE = 0
+    CELLS = 1
+    CELLS_SENT = 2
+    ROWS = 3
+    BITMAP = 4
+    FLAG = 5
+    SENT = 6
+    RECEIVED = 7
+    READY = 8
+    READY_SENT = 9
+    PULL = 10
+    PULLED = 11
+    END = 12
+    STAGE = 13
+
+
+class FailAction(enum.IntEnum):
+    """`enum ep_fail_action`."""
+
+    KILL = 1
+    STOP = 2
+
+
 class MessageType(enum.IntEnum):
     """`enum ep_message_type`."""
 

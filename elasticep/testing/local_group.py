@@ -1,6 +1,6 @@
-"""A group on one host without daemon and controller: the data plane alone, for tests and benchmarks.
+"""A group without daemon and controller: the data plane of one host alone.
 
-It plays the daemon's part: it owns the regions, answers on the SEQPACKET socket, watches the
+For tests and benchmarks. It plays the daemon's part: it owns the regions, answers on the SEQPACKET socket, watches the
 robust futexes and stages views. Engines may be threads of the same process (`session`), since the
 native calls release the interpreter lock, or processes that dial `socket_path` with a `ticket`.
 """
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -175,6 +175,17 @@ class LocalGroup:
         seat = self._seats[rank]
         self._api.ep_header_fence(seat.header, seat.incarnation, epoch, why.encode())
 
+    def failpoint(self, rank: int, site: int, action: int, after: int = 1) -> None:
+        """Let a rank's runner stop or kill itself at the `after`-th pass of a site from now."""
+        abi.check(
+            self._api.ep_header_failpoint(self._seats[rank].header, site, action, after),
+            f"failpoint of rank {rank}",
+        )
+
+    def failpoint_hits(self, rank: int) -> int:
+        """How often the armed site fired."""
+        return int(self._api.ep_header_failpoint_hits(self._seats[rank].header))
+
     def data(self, rank: int) -> npt.NDArray[np.uint8]:
         """The bytes of a rank's data region, mapped here (a copy of the mapping, not of bytes)."""
         import mmap
@@ -198,9 +209,13 @@ class LocalGroup:
         """Stage a view on its members (or on some of them) and wait for their answers.
 
         Args:
+            epoch: number of the view.
+            previous: the epoch it follows, 0 for the first view.
             members: rank -> incarnation, or ranks with their present incarnations.
             slot_expert: int32 [layers, max_ranks, slots].
             slot_weight: uint32 of the same shape; by default every live copy gets an equal share.
+            only: stage on these ranks alone.
+            wait: wait for the answers.
         """
         incarnations = (
             dict(members)
@@ -384,7 +399,7 @@ class LocalGroup:
             os.close(seat.data_fd)
         shutil.rmtree(self._dir, ignore_errors=True)
 
-    def __enter__(self) -> "LocalGroup":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,11 +1,11 @@
-"""A session at the level of the C ABI, with numpy arrays: for tests and benchmarks of the data plane.
+"""A session at the level of the C ABI, with numpy arrays: for tests and benchmarks.
 
 Engines use `elasticep.attach`; this one needs neither torch nor a controller.
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,7 @@ class RawSession:
             self._api.ep_session_close(self._handle)
             self._handle = None
 
-    def __enter__(self) -> "RawSession":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
