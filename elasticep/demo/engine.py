@@ -1,0 +1,136 @@
+"""One engine process: decodes its own requests, in lockstep with the other ranks.
+
+It is forked from a parent that has loaded torch, transformers and the model, so it starts at once
+and shares the weights: any expert can be computed in any slot.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elasticep.client import Session, Step, attach
+from elasticep.demo.batch import Batch, Feed
+from elasticep.demo.model import Decoder, ModelSizes
+from elasticep.demo.wire import Pipe, assignment_from
+from elasticep.engines.transformers import MoELayers, replace_moe_blocks
+from elasticep.errors import ElasticEPError, Fenced
+from elasticep.group import GroupConfig
+
+EXCHANGE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is told before it is forked.
+
+    Attributes:
+        rank: its seat.
+        socket: of its node's daemon.
+        config: of the group.
+        sizes: of the model.
+        rows: batch rows, the exchange's cap.
+        length: the longest request, in tokens.
+        attach_timeout_s: how long the cluster may take to come up.
+    """
+
+    rank: int
+    socket: str
+    config: GroupConfig
+    sizes: ModelSizes
+    rows: int
+    length: int
+    attach_timeout_s: float
+
+
+def run_engine(settings: EngineSettings, model: Any, pipe: Pipe) -> int:
+    """Serve until told to stop, fenced, or left alone; returns the exit status."""
+    try:
+        session = attach(
+            rank=settings.rank,
+            socket=settings.socket,
+            config=settings.config,
+            timeout=settings.attach_timeout_s,
+        )
+        with session:
+            engine = _Engine(settings, model, pipe, session)
+            engine.serve()
+        pipe.send("left")
+    except Fenced as error:
+        pipe.send("fenced", epoch=error.epoch, why=error.why)
+    except ElasticEPError as error:
+        pipe.send("failed", error=f"{error.reason}: {error}")
+        return 1
+    except (BrokenPipeError, ConnectionResetError):
+        return 1  # the parent is gone; so is the point of going on
+    return 0
+
+
+class _Engine:
+    def __init__(self, settings: EngineSettings, model: Any, pipe: Pipe, session: Session) -> None:
+        self._pipe = pipe
+        self._session = session
+        self._layers: MoELayers = replace_moe_blocks(model, session, EXCHANGE, rowwise=True)
+        self._decoder = Decoder(model, settings.sizes, settings.rows, settings.length)
+        self._batch = Batch(settings.rows)
+        self._stop_at: int | None = None
+        self._epoch = 0
+        self._begun_ns = 0
+
+    def serve(self) -> None:
+        status = self._session.status()
+        self._pipe.send(
+            "attached",
+            pid=os.getpid(),
+            worker_pid=status.runner_pid,
+            incarnation=self._session.incarnation,
+        )
+        number = 0
+        while self._stop_at is None or number < self._stop_at:
+            self._take_orders()
+            if not self._pipe.open:
+                return
+            feed = self._batch.feed()
+            step, best = self._session.run(
+                self._forward, feed, tokens=feed.count, on_torn=self._tell_torn
+            )
+            number = step.number
+            answers = self._batch.advance(best) if best else []
+            self._pipe.send(
+                "complete",
+                step=step.number,
+                epoch=step.epoch,
+                members=sorted(step.members),
+                begun_ns=self._begun_ns,
+                at_ns=time.monotonic_ns(),
+                answers=[[answer.request, answer.index, answer.token] for answer in answers],
+                requests=self._batch.requests,
+                replay_errors=self._batch.replay_errors,
+            )
+
+    def _take_orders(self) -> None:
+        for message in self._pipe.receive():
+            if message["kind"] == "assign":
+                self._batch.add(assignment_from(message))
+            elif message["kind"] == "stop":
+                self._stop_at = message["step"]
+
+    def _forward(self, step: Step, feed: Feed) -> tuple[Step, list[int]]:
+        """One pass; called again with the same feed when the step tore."""
+        import torch
+
+        self._begun_ns = time.monotonic_ns()
+        if step.epoch != self._epoch:
+            self._epoch = step.epoch
+            self._pipe.send("view", epoch=step.epoch, step=step.number, at_ns=self._begun_ns)
+        if not feed.count:
+            with torch.inference_mode():
+                self._layers.idle()
+            return step, []
+        self._layers.active = torch.tensor(feed.active)
+        logits = self._decoder.step(feed.tokens, feed.positions)
+        best: list[int] = logits.argmax(-1).tolist()
+        return step, best
+
+    def _tell_torn(self, step: Step) -> None:
+        self._pipe.send("torn", step=step.number, epoch=step.epoch, at_ns=time.monotonic_ns())

@@ -1,0 +1,1 @@
+"""Thin adapters between a serving engine's MoE blocks and an exchange."""

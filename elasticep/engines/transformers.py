@@ -1,0 +1,217 @@
+"""Expert parallelism for a Hugging Face MoE decoder: its blocks' experts move to the group's ranks.
+
+    layers = replace_moe_blocks(model, session, "decode")
+    with session.step() as step:
+        logits = model(...).logits      # or layers.idle() on a rank without work
+
+Routers, attention and everything else stay where they are. Written for blocks that keep all expert
+weights in `experts.gate_up_proj` and `experts.down_proj` (Qwen3-MoE in transformers 5).
+"""
+
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from elasticep.client.exchange import Exchange, Received
+from elasticep.client.session import Session
+from elasticep.errors import GroupMismatch, SpecError
+from elasticep.spec import Reduce
+
+SUPPORTED_BLOCKS: Final = ("Qwen3MoeSparseMoeBlock",)
+
+
+class ExchangeMoE(nn.Module):
+    """A MoE block whose experts are computed wherever the group's view has them.
+
+    Args:
+        block: the block it replaces; its router and its weights are used as they are.
+        layer: number of this MoE layer in the group.
+        layers: what the blocks of one model share.
+    """
+
+    gate: Any
+    experts: Any
+
+    def __init__(self, block: nn.Module, layer: int, layers: "MoELayers") -> None:
+        super().__init__()
+        self.gate = block.gate
+        self.experts = block.experts
+        self.layer = layer
+        self._layers = layers
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., H]` -> `[..., H]`. Tokens that are not `active` contribute nothing and get 0."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = self._route(x)
+        active = self._layers.active
+        if active is not None:
+            ids = ids.masked_fill(~active[:, None], -1)
+        return self.exchange(x, ids, weights).view(hidden_states.shape)
+
+    def exchange(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Dispatch, compute what came, combine: `[tokens, H]`."""
+        exchange = self._layers.exchange
+        recv = exchange.dispatch(self.layer, x.contiguous(), ids, weights.float().contiguous())
+        self._compute(recv)
+        return exchange.combine(self.layer, recv)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Top-k weights and expert ids, `[tokens, K]` each."""
+        if not self._layers.rowwise:
+            _, weights, ids = self.gate(x)
+            return weights, ids
+        parts = [self.gate(row) for row in x.split(1)]
+        return torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
+
+    def _compute(self, recv: Received) -> None:
+        slots = self._layers.session.slots(self.layer)
+        choices = (recv.ids >= 0).nonzero()
+        if not len(choices):
+            return
+        if self._layers.exchange.spec.reduce is Reduce.PER_EXPERT:
+            for rows, picks, expert in self._grouped(recv, choices, slots):
+                recv.out[rows, picks] = self._expert(recv.rows[rows], expert).to(recv.out.dtype)
+            return
+        recv.out[choices[:, 0]] = 0
+        for rows, picks, expert in self._grouped(recv, choices, slots):
+            y = self._expert(recv.rows[rows], expert).float() * recv.weights[rows, picks, None]
+            recv.out.index_add_(0, rows, y.to(recv.out.dtype))
+
+    def _grouped(
+        self, recv: Received, choices: torch.Tensor, slots: tuple[int, ...]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Rows and picks that one product serves, with their logical expert."""
+        rows, picks = choices[:, 0], choices[:, 1]
+        local = recv.ids[rows, picks]
+        if self._layers.rowwise:
+            # A product of one row gives the same bits whatever else came; a larger one may not.
+            singles = zip(rows.split(1), picks.split(1), local.tolist(), strict=True)
+            return [(row, pick, slots[slot]) for row, pick, slot in singles]
+        groups = []
+        for slot in local.unique().tolist():
+            mine = local == slot
+            groups.append((rows[mine], picks[mine], slots[slot]))
+        return groups
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        weights = self.experts
+        both = functional.linear(x.to(weights.gate_up_proj.dtype), weights.gate_up_proj[expert])
+        gate, up = both.chunk(2, dim=-1)
+        down: torch.Tensor = functional.linear(weights.act_fn(gate) * up, weights.down_proj[expert])
+        return down
+
+
+class MoELayers:
+    """What the replaced blocks of one model share.
+
+    Attributes:
+        session: the rank.
+        exchange: the exchange of all layers.
+        rowwise: whether every product takes one row, so that a token's bits do not depend on the
+            batch it came in (products of several rows differ in the last bits on a CPU).
+        active: bool `[tokens]` of the running forward pass: which tokens are real; None: all.
+        blocks: the replaced blocks, by MoE layer.
+    """
+
+    def __init__(self, session: Session, exchange: Exchange, *, rowwise: bool) -> None:
+        self.session = session
+        self.exchange = exchange
+        self.rowwise = rowwise
+        self.active: torch.Tensor | None = None
+        self.blocks: list[ExchangeMoE] = []
+
+    def idle(self) -> None:
+        """Take part in one forward pass without tokens: serve the experts that lie here."""
+        geometry = self.session.config.geometry
+        x = torch.empty((0, geometry.hidden), dtype=self._input_dtype())
+        ids = torch.empty((0, geometry.topk), dtype=torch.int64)
+        weights = torch.empty((0, geometry.topk))
+        for block in self.blocks:
+            block.exchange(x, ids, weights)
+
+    def _input_dtype(self) -> torch.dtype:
+        return cast(torch.dtype, self.blocks[0].experts.down_proj.dtype)
+
+
+class RowwiseLinear(nn.Module):
+    """`nn.Linear` with one product per row: the same bits for a row in every batch."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.reshape(-1, x.shape[-1]).split(1)
+        products = [functional.linear(row, self.weight, self.bias) for row in rows]
+        return torch.cat(products).view(*x.shape[:-1], -1)
+
+
+def replace_moe_blocks(
+    model: nn.Module, session: Session, exchange: str = "decode", *, rowwise: bool = False
+) -> MoELayers:
+    """Replace every MoE block of `model`, in place, by one that exchanges rows.
+
+    Args:
+        model: a Hugging Face decoder, in evaluation mode.
+        session: the rank that this process holds.
+        exchange: name of the group's exchange.
+        rowwise: make results independent of the batch, for the blocks and for every `nn.Linear` of
+            the model.
+
+    Raises:
+        SpecError: the model has no block that is known here, or the exchange's layout is not one
+            this adapter computes.
+        GroupMismatch: the group was created for another model.
+    """
+    layers = MoELayers(session, session.exchange(exchange), rowwise=rowwise)
+    if layers.exchange.spec.by_expert or layers.exchange.spec.dispatch_dtype.quantised:
+        raise SpecError(
+            f"exchange {exchange!r} has layout {layers.exchange.spec.layout.value!r} and "
+            f"{layers.exchange.spec.dispatch_dtype.value} rows; this adapter computes routed and "
+            "arrival layouts with fp32, fp16 or bf16 rows"
+        )
+    found = [m for m in model.modules() if type(m).__name__ in SUPPORTED_BLOCKS]
+    if not found:
+        raise SpecError(
+            f"{type(model).__name__} has no MoE block that this adapter knows "
+            f"({', '.join(SUPPORTED_BLOCKS)}); write its exchange as docs/client.md shows"
+        )
+    _require_same_sizes(found, session)
+    layers.blocks = [ExchangeMoE(block, layer, layers) for layer, block in enumerate(found)]
+    _replace_children(model, dict(zip(map(id, found), layers.blocks, strict=True)))
+    if rowwise:
+        make_rowwise(model)
+    return layers
+
+
+def make_rowwise(model: nn.Module) -> None:
+    """Replace every `nn.Linear` of `model`, in place, by a `RowwiseLinear`."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    _replace_children(model, {id(linear): RowwiseLinear(linear) for linear in linears})
+
+
+def _replace_children(model: nn.Module, replacements: dict[int, Any]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in replacements:
+                setattr(parent, name, replacements[id(child)])
+
+
+def _require_same_sizes(blocks: list[nn.Module], session: Session) -> None:
+    geometry = session.config.geometry
+    experts, _, hidden = cast(Any, blocks[0].experts).gate_up_proj.shape
+    for name, model_has, group_has in (
+        ("MoE layers", len(blocks), geometry.layers),
+        ("experts", experts, geometry.experts),
+        ("hidden size", hidden, geometry.hidden),
+        ("top-k", cast(Any, blocks[0].gate).top_k, geometry.topk),
+    ):
+        if model_has != group_has:
+            raise GroupMismatch(
+                f"{name}: the model has {model_has}, group {session.config.name!r} {group_has}; "
+                "create a group with the model's sizes"
+            )
