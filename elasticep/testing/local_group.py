@@ -1,13 +1,15 @@
 """A group without daemon and controller: the data plane of one host alone.
 
-For tests and benchmarks. It plays the daemon's part: it owns the regions, answers on the SEQPACKET socket, watches the
-robust futexes and stages views. Engines may be threads of the same process (`session`), since the
-native calls release the interpreter lock, or processes that dial `socket_path` with a `ticket`.
+For tests and benchmarks. It plays the daemon's part: it owns the regions, answers on the SEQPACKET
+socket, watches the robust futexes and stages views. Engines may be threads of the same process
+(`session`), since the native calls release the interpreter lock, or processes that dial
+`socket_path` with a `ticket`.
 """
 
 import array
 import contextlib
 import ctypes
+import mmap
 import os
 import select
 import shutil
@@ -188,8 +190,6 @@ class LocalGroup:
 
     def data(self, rank: int) -> npt.NDArray[np.uint8]:
         """The bytes of a rank's data region, mapped here (a copy of the mapping, not of bytes)."""
-        import mmap
-
         seat = self._seats[rank]
         return np.frombuffer(mmap.mmap(seat.data_fd, self.layout.data_bytes), np.uint8)
 
@@ -240,7 +240,7 @@ class LocalGroup:
             if self.geometry.launch == abi.Launch.INLINE:
                 for rank in targets:
                     self.wait_for(
-                        lambda r=rank: self._seats[r].runner is not None,  # type: ignore[misc]
+                        lambda r=rank: self._seats[r].runner is not None,
                         f"the engine of rank {rank}",
                     )
             for rank in targets:

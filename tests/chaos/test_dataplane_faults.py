@@ -1,0 +1,442 @@
+"""I1, I2, I3 and I7 on the data plane alone: real SIGKILL and SIGSTOP at every point of a step."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from elasticep import errors
+from elasticep.native import abi
+from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.raw import Delivered, RawSession, TornError
+
+RANKS, EXPERTS, TOPK, HIDDEN, LAYERS, CAP = 4, 12, 3, 32, 2, 16
+SITES = [s for s in abi.FailSite if s not in (abi.FailSite.NONE, abi.FailSite.STAGE)]
+
+
+def geometry(launch: int = abi.Launch.SERVICE, reduce: int = abi.Reduce.PER_EXPERT) -> abi.Geometry:
+    g = abi.Geometry(
+        layers=LAYERS,
+        experts=EXPERTS,
+        topk=TOPK,
+        hidden=HIDDEN,
+        slots=EXPERTS,
+        max_ranks=RANKS,
+        exchanges=1,
+        launch=launch,
+    )
+    g.exchange[0] = abi.ExchangeConfig(
+        copies=abi.Copies.PER_RANK,
+        layout=abi.RowLayout.ROUTED,
+        reduce=reduce,
+        max_tokens=CAP,
+        channels=1,
+    )
+    return g
+
+
+def timeouts(exchange_s: float = 5.0, step_s: float = 10.0) -> abi.Timeouts:
+    return abi.Timeouts(
+        suspect_after_ns=50_000_000,
+        hang_timeout_ns=1_000_000_000,
+        exchange_timeout_ns=int(exchange_s * 1e9),
+        step_timeout_ns=int(step_s * 1e9),
+    )
+
+
+SCALE = np.random.default_rng(7).standard_normal((LAYERS, EXPERTS, HIDDEN)).astype(np.float32)
+
+
+def write_outputs(got: Delivered, layer: int, experts_of_slots: npt.NDArray[np.int32]) -> None:
+    """Expert e of a layer multiplies by SCALE[layer, e]."""
+    rows, k = np.nonzero(got.ids >= 0)
+    experts = experts_of_slots[got.ids[rows, k]]
+    got.out[rows, k] = got.rows[rows] * SCALE[layer, experts]
+
+
+@dataclass
+class Engine:
+    """Decodes made-up batches in a thread: one step after the other, each result checked."""
+
+    session: RawSession
+    rank: int
+    stop: threading.Event
+    complete: list[tuple[int, int]] = field(default_factory=list)  # (step, epoch)
+    torn: int = 0
+    wrong: int = 0
+    error: BaseException | None = None
+    torn_at_ns: int = 0
+    last_complete_ns: int = 0
+    thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self._run, name=f"engine-{self.rank}")
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.stop.is_set():
+                try:
+                    info = self.session.begin(CAP, timeout_ms=2_000)
+                except errors.StepTimeout:
+                    continue
+                self._step(info.step, info.epoch)
+        except errors.ElasticEPError as error:
+            self.error = error
+
+    def _step(self, step: int, epoch: int) -> None:
+        rng = np.random.default_rng([self.rank, step])
+        tables = self.session.slots(epoch)
+        good = True
+        try:
+            for layer in range(LAYERS):
+                n = int(rng.integers(0, CAP + 1))
+                x = rng.standard_normal((n, HIDDEN)).astype(np.float32)
+                ids = rng.integers(0, EXPERTS, (n, TOPK))
+                w = rng.random((n, TOPK)).astype(np.float32)
+                got = self.session.dispatch(0, layer, x, ids, w)
+                write_outputs(got, layer, tables[layer, self.rank])
+                out = self.session.combine(0, n)
+                want = np.zeros((n, HIDDEN), np.float32)
+                for k in range(TOPK):  # in the order of combine, so bit for bit
+                    want += w[:, k : k + 1] * (x * SCALE[layer, ids[:, k]])
+                good = good and bool(np.array_equal(out, want))
+        except TornError:
+            self.torn += 1
+            self.torn_at_ns = time.monotonic_ns()
+        if self.session.end():
+            self.last_complete_ns = time.monotonic_ns()
+            self.complete.append((step, epoch))
+            self.wrong += not good
+
+
+class Scene:
+    """Four engines in lockstep over a LocalGroup."""
+
+    def __init__(self, launch: int = abi.Launch.SERVICE, exchange_s: float = 5.0) -> None:
+        self.group = LocalGroup(geometry(launch), timeouts=timeouts(exchange_s))
+        self.slots = spread(self.group.geometry, range(RANKS), copies=2)
+        self.stop = threading.Event()
+        self.engines = [Engine(self.group.session(r), r, self.stop) for r in range(RANKS)]
+        self.group.stage(1, 0, range(RANKS), self.slots)
+
+    def start(self) -> None:
+        for engine in self.engines:
+            engine.start()
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        self.group.wait_for(condition, what)
+
+    def progress(self, ranks: list[int], steps: int = 5) -> None:
+        """Wait until each of these ranks has completed `steps` more steps."""
+        goal = {r: len(self.engines[r].complete) + steps for r in ranks}
+        self.wait(
+            lambda: all(len(self.engines[r].complete) >= goal[r] for r in ranks),
+            f"{steps} more complete steps on ranks {ranks}",
+        )
+
+    def reaches(self, epoch: int, ranks: list[int]) -> None:
+        """Wait until each of these ranks has completed a step in `epoch`."""
+
+        def there() -> bool:
+            done = [self.engines[r].complete for r in ranks]
+            return all(c and c[-1][1] == epoch for c in done)
+
+        self.wait(there, f"a complete step in epoch {epoch} on ranks {ranks}")
+
+    def survivors(self, dead: int) -> list[int]:
+        return [r for r in range(RANKS) if r != dead]
+
+    def finish(self) -> None:
+        self.stop.set()
+        for rank in range(RANKS):
+            if (
+                self.engines[rank].error is None
+                and self.group.geometry.launch == abi.Launch.SERVICE
+            ):
+                pass
+        for engine in self.engines:
+            if engine.thread is not None:
+                engine.thread.join(20)
+                assert not engine.thread.is_alive(), f"rank {engine.rank} hangs"
+
+    def close(self) -> None:
+        self.stop.set()
+        for engine in self.engines:
+            if engine.thread is not None:
+                engine.thread.join(20)
+            engine.session.close()
+        self.group.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    s = Scene()
+    yield s
+    s.close()
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda s: s.name.lower())
+def test_i1_killed_at_every_point(scene: Scene, site: abi.FailSite) -> None:
+    """Killed anywhere in an exchange: survivors tear, adopt, and no complete step is wrong."""
+    dead = 2
+    scene.start()
+    scene.progress(list(range(RANKS)), 3)
+    scene.group.failpoint(dead, site, abi.FailAction.KILL, after=5)
+    scene.wait(lambda: len(scene.group.deaths) > 0, f"the death at {site.name}")
+    alive = scene.survivors(dead)
+    scene.group.stage(2, 1, alive, scene.slots)
+    scene.wait(
+        lambda: all(
+            scene.engines[r].complete and scene.engines[r].complete[-1][1] == 2 for r in alive
+        ),
+        "a complete step in epoch 2 on all survivors",
+    )
+    scene.progress(alive, 5)
+    scene.finish()
+    assert [scene.engines[r].wrong for r in range(RANKS)] == [0] * RANKS
+    assert isinstance(scene.engines[dead].error, errors.Fenced)
+    assert all(epoch == 1 for _, epoch in scene.engines[dead].complete)
+    assert_one_view_per_step(scene)
+
+
+def assert_one_view_per_step(scene: Scene) -> None:
+    """I4: all ranks that complete a step ran it in the same view."""
+    epochs: dict[int, int] = {}
+    for engine in scene.engines:
+        for step, epoch in engine.complete:
+            assert epochs.setdefault(step, epoch) == epoch, f"step {step} completed in two views"
+
+
+@pytest.mark.parametrize("launch", [abi.Launch.SERVICE, abi.Launch.INLINE])
+def test_i2_a_stopped_rank_tears_after_the_exchange_timeout(launch: abi.Launch) -> None:
+    """Nobody hangs on a stopped rank, nobody is expelled for it, and it goes on after SIGCONT."""
+    if launch == abi.Launch.INLINE:
+        check_i2_inline_silent_rank()
+        return
+    scene = Scene(exchange_s=0.3)
+    try:
+        scene.start()
+        scene.progress(list(range(RANKS)), 3)
+        scene.group.failpoint(1, abi.FailSite.SENT, abi.FailAction.STOP)
+        others = scene.survivors(1)
+        scene.wait(lambda: all(scene.engines[r].torn for r in others), "torn steps on the others")
+        scene.group.signal_worker(1, signal.SIGCONT)
+        scene.progress(list(range(RANKS)), 5)
+        scene.finish()
+        assert [e.wrong for e in scene.engines] == [0] * RANKS
+        assert all(e.error is None for e in scene.engines)
+        assert_one_view_per_step(scene)
+    finally:
+        scene.close()
+
+
+def check_i2_inline_silent_rank() -> None:
+    """Under `inline` a rank that does not come: the exchange and then the barrier end in time."""
+    with LocalGroup(geometry(abi.Launch.INLINE), timeouts=timeouts(0.2)) as group:
+        sessions = [group.session(r) for r in range(RANKS)]
+        group.stage(1, 0, range(RANKS), spread(group.geometry, range(RANKS)))
+        outcomes: list[str] = []
+
+        def run(rank: int) -> None:
+            s = sessions[rank]
+            s.begin(0)
+            try:
+                empty = np.zeros((0, TOPK), np.int64)
+                s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
+            except TornError:
+                outcomes.append("torn")
+            assert not s.end()
+            try:
+                s.begin(0, timeout_ms=200)
+            except errors.StepTimeout:
+                outcomes.append("timeout")
+
+        threads = [threading.Thread(target=run, args=(r,)) for r in range(RANKS - 1)]
+        for t in threads:
+            t.start()
+        sessions[-1].begin(0)  # passes the barrier, then says nothing more
+        for t in threads:
+            t.join(10)
+            assert not t.is_alive()
+        for s in sessions:
+            s.close()
+    assert sorted(outcomes) == ["timeout"] * 3 + ["torn"] * 3
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        abi.FailSite.CELLS,
+        abi.FailSite.ROWS,
+        abi.FailSite.FLAG,
+        abi.FailSite.RECEIVED,
+        abi.FailSite.READY,
+        abi.FailSite.PULL,
+        abi.FailSite.END,
+    ],
+    ids=lambda s: s.name.lower(),
+)
+def test_i3_an_expelled_rank_that_wakes_completes_nothing(scene: Scene, site: abi.FailSite) -> None:
+    """Stopped anywhere, expelled, continued: it finds the leave cell; its bytes reach nobody."""
+    ghost = 3
+    scene.start()
+    scene.progress(list(range(RANKS)), 3)
+    scene.group.failpoint(ghost, site, abi.FailAction.STOP, after=3)
+    scene.wait(lambda: scene.group.failpoint_hits(ghost) == 1, f"the stop at {site.name}")
+    alive = scene.survivors(ghost)
+    scene.group.mark_dead(ghost)
+    scene.group.stage(2, 1, alive, scene.slots)
+    scene.wait(
+        lambda: all(
+            scene.engines[r].complete and scene.engines[r].complete[-1][1] == 2 for r in alive
+        ),
+        "a complete step in epoch 2 on the survivors",
+    )
+    before = list(scene.engines[ghost].complete)
+    scene.group.signal_worker(ghost, signal.SIGCONT)
+    scene.wait(lambda: scene.engines[ghost].error is not None, "the expelled rank to learn it")
+    scene.progress(alive, 5)
+    scene.finish()
+    assert isinstance(scene.engines[ghost].error, errors.Fenced)
+    assert scene.engines[ghost].complete == before
+    assert [e.wrong for e in scene.engines] == [0] * RANKS
+    assert all(scene.engines[r].error is None for r in alive)
+
+
+def test_i3_planted_rows_and_flags_of_an_expelled_rank_are_ignored(scene: Scene) -> None:
+    """Case 01 too: whatever an expelled rank goes on writing to its own places changes nothing."""
+    ghost = 3
+    scene.start()
+    scene.progress(list(range(RANKS)), 3)
+    scene.group.failpoint(ghost, abi.FailSite.SENT, abi.FailAction.STOP)
+    scene.wait(lambda: scene.group.failpoint_hits(ghost) == 1, "the stop")
+    scene.group.mark_dead(ghost)
+    alive = scene.survivors(ghost)
+    scene.group.stage(2, 1, alive, scene.slots)
+    scene.progress(alive, 3)
+    # The last rows and flags that the ghost wrote are still there; its region is poisoned too.
+    data = scene.group.data(ghost)
+    assert data.flags.writeable
+    data[-4096:] = 0xFF
+    scene.progress(alive, 5)
+    scene.group.signal_worker(ghost, signal.SIGCONT)
+    scene.wait(lambda: scene.engines[ghost].error is not None, "the expelled rank to learn it")
+    scene.finish()
+    assert [e.wrong for e in scene.engines] == [0] * RANKS
+
+
+def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
+    """SIGKILL of an engine: its peers tear at once, workers and the daemon's side live on."""
+    with LocalGroup(geometry(), timeouts=timeouts()) as group:
+        slots = spread(group.geometry, range(RANKS), copies=2)
+        code = (
+            "import sys, numpy as np\n"
+            "from elasticep.testing.raw import RawSession\n"
+            "s = RawSession(sys.argv[1], sys.argv[2])\n"
+            "print('attached', flush=True)\n"
+            "s.begin(0)\n"
+            "print('in', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        victim = subprocess.Popen(
+            [sys.executable, "-c", code, group.socket_path, group.ticket(0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert victim.stdout is not None
+        assert victim.stdin is not None
+        try:
+            assert victim.stdout.readline() == b"attached\n"
+            sessions = {r: group.session(r) for r in range(1, RANKS)}
+            group.stage(1, 0, range(RANKS), slots)
+            results: dict[int, tuple[str, int]] = {}
+
+            def run(rank: int) -> None:
+                s = sessions[rank]
+                s.begin(0)
+                empty = np.zeros((0, TOPK), np.int64)
+                try:
+                    s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
+                except TornError as error:
+                    results[rank] = (str(error), time.monotonic_ns())
+                s.end()
+
+            threads = [threading.Thread(target=run, args=(r,)) for r in sessions]
+            for t in threads:
+                t.start()
+            assert victim.stdout.readline() == b"in\n"
+            group.wait_for(
+                lambda: all(group.status(r).wait_phase == abi.WaitPhase.DISPATCH for r in sessions),
+                "the peers to wait for the engine",
+            )
+            killed_at = time.monotonic_ns()
+            victim.kill()
+            for t in threads:
+                t.join(10)
+                assert not t.is_alive()
+            assert set(results) == set(sessions)
+            assert all("rank 0" in text for text, _ in results.values())
+            # Two busy cores: the bound is generous, the mechanism (robust futex) is what is tested.
+            assert max(at for _, at in results.values()) - killed_at < 1_000_000_000
+            group.wait_for(lambda: len(group.deaths) == 1, "the liveness event")
+            assert group.deaths[0].holder == abi.Holder.ENGINE
+            for rank in sessions:
+                assert group.status(rank).runner_pid == group.worker_pid(rank)
+            group.stage(2, 1, list(sessions), slots)
+            after: list[bool] = []
+
+            def again(rank: int) -> None:
+                s = sessions[rank]
+                assert s.begin(0).epoch == 2
+                empty = np.zeros((0, TOPK), np.int64)
+                s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
+                s.combine(0, 0)
+                after.append(s.end())
+
+            threads = [threading.Thread(target=again, args=(r,)) for r in sessions]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(10)
+            assert after == [True] * 3
+            for s in sessions.values():
+                s.close()
+        finally:
+            victim.kill()
+            victim.wait(10)
+            victim.stdin.close()
+            victim.stdout.close()
+
+
+def test_a_rejoining_rank_enters_under_a_new_incarnation(scene: Scene) -> None:
+    """Same seat, incarnation + 1, under decoding load; nothing of the old incarnation is left."""
+    dead = 1
+    scene.start()
+    scene.progress(list(range(RANKS)), 3)
+    scene.group.kill_worker(dead)
+    scene.wait(lambda: len(scene.group.deaths) > 0, "the death")
+    alive = scene.survivors(dead)
+    scene.group.stage(2, 1, alive, scene.slots)
+    scene.progress(alive, 3)
+    scene.wait(lambda: scene.engines[dead].error is not None, "the old engine to learn it")
+    scene.engines[dead].session.close()
+    scene.group.open_seat(dead)
+    joiner = Engine(scene.group.session(dead), dead, scene.stop)
+    scene.group.stage(3, 2, range(RANKS), scene.slots, only=[dead])
+    joiner.start()
+    scene.engines[dead] = joiner
+    scene.group.stage(3, 2, range(RANKS), scene.slots, only=alive)
+    scene.progress(list(range(RANKS)), 10)
+    scene.finish()
+    assert joiner.error is None
+    assert joiner.complete[0][1] == 3
+    assert [e.wrong for e in scene.engines] == [0] * RANKS
+    assert_one_view_per_step(scene)
