@@ -11,13 +11,12 @@ from typing import Any
 
 from elasticep.client import Session, Step, attach
 from elasticep.demo.batch import Batch, Feed
-from elasticep.demo.model import Decoder, ModelSizes
+from elasticep.demo.model import Decoder
+from elasticep.demo.settings import EXCHANGE, ModelSizes
 from elasticep.demo.wire import Pipe, assignment_from
 from elasticep.engines.transformers import MoELayers, replace_moe_blocks
 from elasticep.errors import ElasticEPError, Fenced
 from elasticep.group import GroupConfig
-
-EXCHANGE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,6 @@ class _Engine:
                 "complete",
                 step=step.number,
                 epoch=step.epoch,
-                members=sorted(step.members),
                 begun_ns=self._begun_ns,
                 at_ns=time.monotonic_ns(),
                 answers=[[answer.request, answer.index, answer.token] for answer in answers],
@@ -122,7 +120,9 @@ class _Engine:
         self._begun_ns = time.monotonic_ns()
         if step.epoch != self._epoch:
             self._epoch = step.epoch
-            self._pipe.send("view", epoch=step.epoch, step=step.number, at_ns=self._begun_ns)
+            self._pipe.send(
+                "view", epoch=step.epoch, members=sorted(step.members), at_ns=self._begun_ns
+            )
         if not feed.count:
             with torch.inference_mode():
                 self._layers.idle()

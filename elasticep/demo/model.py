@@ -6,12 +6,12 @@ first try wrote, and a request that moves to another rank is replayed token by t
 """
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
+from elasticep.demo.settings import ModelSizes
 from elasticep.engines.transformers import make_rowwise
 
 VOCABULARY: Final = 256  # bytes
@@ -22,16 +22,10 @@ _INITIALIZER_RANGE: Final = 0.12
 _QUERY_SCALE: Final = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes of the demo's model; `hidden` is a multiple of 8."""
-
-    layers: int = 4
-    hidden: int = 128
-    experts: int = 16
-    topk: int = 4
-    heads: int = 4
-    kv_heads: int = 2
+def prepare() -> None:
+    """Make this process fit to be forked: one thread for products, and loud errors only."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
 
 
 def build_model(sizes: ModelSizes, seed: int) -> Any:

@@ -7,7 +7,8 @@ import torch
 
 from elasticep.demo.batch import Batch
 from elasticep.demo.journal import Assignment
-from elasticep.demo.model import Decoder, ModelSizes
+from elasticep.demo.model import Decoder
+from elasticep.demo.settings import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""`elasticep demo`: a small model on a real cluster, with a kill in the middle of decoding."""
+
+import json
+import signal
+import sys
+
+import click
+
+from elasticep.demo.display import choose_display
+from elasticep.demo.settings import DemoSettings, Kill
+
+
+def _stop(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+@click.command()
+@click.option("--ranks", default=4, show_default=True, help="Engines, one rank each.")
+@click.option("--nodes", default=2, show_default=True, help="Node daemons.")
+@click.option(
+    "--kill",
+    type=click.Choice([kill.value for kill in Kill]),
+    default=Kill.WORKER.value,
+    show_default=True,
+    help="What is killed with SIGKILL.",
+)
+@click.option("--at", type=int, help="Step of the kill; default: the middle of the answers.")
+@click.option("--tokens", default=40, show_default=True, help="Tokens to answer to each request.")
+@click.option("--seed", default=0, show_default=True, help="Of the model's weights.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
+@click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def command(
+    ranks: int,
+    nodes: int,
+    kill: str,
+    at: int | None,
+    tokens: int,
+    seed: int,
+    timeout: float,
+    output: str,
+) -> None:
+    """Serve a small Qwen3-MoE on this machine and kill a part of it in the middle of decoding.
+
+    Starts etcd, a controller, node daemons with their workers, and one engine per rank; takes a
+    dead rank's requests over; compares every token with a single-process run of the same model.
+    The exit status is 0 if no request was lost and every token is identical.
+    """
+    settings = DemoSettings(
+        ranks=ranks,
+        nodes=nodes,
+        kill=Kill(kill),
+        at=at,
+        tokens=tokens,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    # As Ctrl-C does, so that a polite stop cleans up, too.
+    signal.signal(signal.SIGTERM, _stop)
+    display = choose_display(
+        sys.stderr if output == "json" else sys.stdout, table=output == "table"
+    )
+    from elasticep.demo.parent import Demo
+
+    try:
+        report = Demo(settings, display).run()
+    finally:
+        display.close()
+    display.result(report)
+    if not table:
+        click.echo(json.dumps(report.to_dict()))
+    sys.exit(0 if report.good else 1)

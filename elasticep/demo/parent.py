@@ -1,0 +1,341 @@
+"""The demo's parent process: owns the journal, forks the engines, kills, and judges the outcome.
+
+It never opens a gRPC channel and runs no thread, because it forks. Engines find out about failures
+by themselves; the parent hears what they tell it and moves requests of a dead rank to others.
+"""
+
+import os
+import selectors
+import signal
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from elasticep.demo.display import Display, Progress, RankLine
+from elasticep.demo.journal import Assignment, Journal
+from elasticep.demo.measure import KillWatch, steps_repeated
+from elasticep.demo.report import Report
+from elasticep.demo.settings import ROWS, DemoSettings, Kill
+from elasticep.demo.spawn import EngineProcess, fork_engine
+from elasticep.demo.wire import Message, assignment_fields
+from elasticep.errors import Unavailable
+from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
+
+# Engines may be a few steps ahead of what was read; they must hear of the last step before it.
+_STOP_MARGIN_STEPS: Final = 8
+_LEAVE_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.1
+
+
+class Demo:
+    """One run.
+
+    Args:
+        settings: what to run.
+        display: where to show it.
+    """
+
+    def __init__(self, settings: DemoSettings, display: Display) -> None:
+        self._settings = settings
+        self._display = display
+        self._cluster = Cluster(group=settings.group_config().name, ranks=settings.ranks,
+                                nodes=settings.nodes)  # fmt: skip
+        self._engines: dict[int, EngineProcess] = {}
+        self._model: Any = None
+        self._selector = selectors.DefaultSelector()
+        self._deadline = time.monotonic() + settings.timeout_s
+        ranks = range(settings.ranks)
+        self._journal = Journal(settings.prompts, settings.tokens, ranks)
+        self._lines = {rank: RankLine(rank, self._cluster.node_of(rank)) for rank in ranks}
+        self._progress = Progress(
+            list(self._lines.values()), len(settings.prompts) * settings.tokens
+        )
+        self._watch: KillWatch | None = None
+        self._recovery_told = False
+        self._restarted = False
+        self._torn: list[tuple[int, int]] = []
+        self._replay_errors: dict[int, int] = {}
+        self._epochs: set[int] = set()
+        self._moved = 0
+        self._served_s = 0.0
+        self._killed_unit = {
+            Kill.DAEMON: daemon_name(self._cluster.node_of(settings.victim)),
+            Kill.CONTROLLER: CONTROLLER,
+        }.get(settings.kill, "")
+
+    def run(self) -> Report:
+        """Run it from start to end.
+
+        Raises:
+            ElasticEPError: a part of the cluster or an engine failed, or the time ran out.
+        """
+        try:
+            self._start()
+            begin = time.monotonic()
+            while not self._finished():
+                self._turn()
+            self._served_s = time.monotonic() - begin
+            self._stop_engines()
+            return self._judge()
+        finally:
+            self._end()
+
+    # ---- start
+
+    def _start(self) -> None:
+        s = self._settings
+        self._display.event(f"starting etcd, the controller and {s.nodes} node daemons")
+        self._cluster.start()
+        # Loaded once, here: engines are forked from this process and start at once.
+        from elasticep.demo.model import build_model, prepare
+
+        prepare()
+        self._model = build_model(s.sizes, s.seed)
+        self._display.event(
+            f"built Qwen3MoeForCausalLM: {s.sizes.layers} layers, {s.sizes.experts} experts, "
+            f"top-{s.sizes.topk}, fp32, seed {s.seed}"
+        )
+        self._cluster.wait_up()
+        self._display.event("the cluster is up")
+        self._selector.register(self._cluster, selectors.EVENT_READ, None)
+        for rank in self._lines:
+            self._fork(rank)
+        self._display.event(f"forked {s.ranks} engines")
+
+    def _fork(self, rank: int) -> None:
+        s = self._settings
+        engine = fork_engine(
+            rank,
+            self._cluster.socket_of(rank),
+            s,
+            self._model,
+            log=self._cluster.folder / f"engine-{rank}.log",
+            inherited=[self._cluster.fileno(), self._selector.fileno()]
+            + [other.pipe.fileno() for other in self._engines.values()],
+        )
+        self._engines[rank] = engine
+        self._selector.register(engine.pipe, selectors.EVENT_READ, rank)
+        self._assign(rank, self._journal.of(rank))
+
+    def _assign(self, rank: int, assignments: list[Assignment]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed by reading
+            for assignment in assignments:
+                self._engines[rank].pipe.send("assign", **assignment_fields(assignment))
+
+    # ---- the loop
+
+    def _turn(self) -> None:
+        if time.monotonic() > self._deadline:
+            states = ", ".join(f"{rank} {line.state}" for rank, line in self._lines.items())
+            raise Unavailable(
+                f"the demo did not end within {self._settings.timeout_s:g} s (ranks: {states}); "
+                "a slow machine may need a larger --timeout"
+            )
+        for key, _ in self._selector.select(_POLL_S):
+            if key.data is None:
+                self._hear_cluster()
+            else:
+                self._hear(key.data)
+        self._progress.ranks = list(self._lines.values())
+        self._display.progress(self._progress)
+
+    def _hear_cluster(self) -> None:
+        for event in self._cluster.events():
+            if event["event"] == "ready" and event["name"] == self._killed_unit:
+                self._restarted = True
+                self._display.event(f"{event['name']} is back (process {event['pid']})")
+            elif event["event"] == "exited":
+                self._display.event(f"{event['name']} ended (status {event['status']})")
+
+    def _hear(self, rank: int) -> None:
+        engine = self._engines[rank]
+        for message in engine.pipe.receive():
+            _HANDLERS[message["kind"]](self, rank, message)
+        if not engine.pipe.open:
+            self._selector.unregister(engine.pipe)
+            engine.pipe.close()
+            if self._lines[rank].state != "left":
+                self._on_dead(rank)
+
+    def _on_attached(self, rank: int, message: Message) -> None:
+        self._engines[rank].worker_pid = message["worker_pid"]
+        self._lines[rank].state = "serving"
+        if all(line.state == "serving" for line in self._lines.values()):
+            self._display.event(f"all {len(self._lines)} ranks are attached")
+
+    def _on_view(self, rank: int, message: Message) -> None:
+        if message["epoch"] > self._progress.epoch:
+            self._display.event(f"epoch {message['epoch']}: members {message['members']}")
+        self._lines[rank].epoch = message["epoch"]
+        if self._watch is not None:
+            self._watch.entered(rank, message["epoch"], message["at_ns"])
+
+    def _on_torn(self, rank: int, message: Message) -> None:
+        first = message["step"] not in {step for _, step in self._torn}
+        self._torn.append((rank, message["step"]))
+        if self._watch is not None:
+            self._watch.torn(rank, message["at_ns"])
+        if first:
+            self._display.event(f"step {message['step']} is torn on rank {rank}; it is repeated")
+
+    def _on_complete(self, rank: int, message: Message) -> None:
+        line = self._lines[rank]
+        line.step, line.epoch = message["step"], message["epoch"]
+        line.requests = message["requests"]
+        for request, index, token in message["answers"]:
+            self._journal.record(rank, request, index, token)
+        line.tokens += len(message["answers"])
+        self._progress.add_tokens(len(message["answers"]))
+        self._epochs.add(message["epoch"])
+        self._replay_errors[rank] = message["replay_errors"]
+        if self._watch is not None:
+            self._watch.complete(rank, message["epoch"], message["begun_ns"], message["at_ns"])
+            self._tell_recovery()
+        elif self._settings.kill is not Kill.NONE and rank == self._settings.victim:
+            serving = all(each.state == "serving" for each in self._lines.values())
+            if serving and line.step >= self._settings.kill_at:
+                self._kill()
+
+    def _on_fenced(self, rank: int, message: Message) -> None:
+        self._display.event(f"rank {rank} is fenced: {message['why']}")
+
+    def _on_failed(self, rank: int, message: Message) -> None:
+        raise Unavailable(f"engine {rank} failed: {message['error']}")
+
+    def _on_left(self, rank: int, message: Message) -> None:
+        self._lines[rank].state = "left"
+
+    # ---- the kill
+
+    def _kill(self) -> None:
+        s = self._settings
+        victim, engine = s.victim, self._engines[s.victim]
+        losing = s.kill.costs_a_rank
+        survivors = frozenset(rank for rank in self._lines if not losing or rank != victim)
+        after_epoch = self._lines[victim].epoch if losing else None
+        at_ns = time.monotonic_ns()
+        match s.kill:
+            case Kill.ENGINE:
+                os.kill(engine.pid, signal.SIGKILL)
+            case Kill.WORKER:
+                os.kill(engine.worker_pid, signal.SIGKILL)
+            case _:
+                self._cluster.kill(self._killed_unit)
+        self._watch = KillWatch(at_ns, survivors, after_epoch)
+        self._display.event(f"KILL -9: {self._victim_name()}, at step {self._lines[victim].step}")
+
+    def _victim_name(self) -> str:
+        match self._settings.kill:
+            case Kill.WORKER | Kill.ENGINE:
+                return f"{self._settings.kill} of rank {self._settings.victim}"
+            case Kill.NONE:
+                return "nothing"
+        return self._killed_unit
+
+    def _tell_recovery(self) -> None:
+        if self._watch is not None and self._watch.recovered and not self._recovery_told:
+            self._recovery_told = True
+            self._display.event(
+                f"a complete step on every survivor {self._watch.recover_ms:.1f} ms after the kill"
+            )
+
+    def _on_dead(self, rank: int) -> None:
+        self._lines[rank].state = "dead"
+        self._lines[rank].requests = 0
+        taken = self._journal.take_over(rank)
+        for heir, assignments in taken.items():
+            self._assign(heir, assignments)
+        moved = sum(len(assignments) for assignments in taken.values())
+        self._moved += moved
+        heirs = ", ".join(str(heir) for heir in sorted(taken))
+        self._display.event(
+            f"engine {rank} is gone; {moved} requests taken over by ranks {heirs}"
+            if moved
+            else f"engine {rank} is gone; it had no request"
+        )
+        if not any(line.state == "serving" for line in self._lines.values()):
+            raise Unavailable("no engine is left; the last one's log: " + self._engine_log(rank))
+
+    def _engine_log(self, rank: int) -> str:
+        with suppress(OSError):
+            return (self._cluster.folder / f"engine-{rank}.log").read_text(errors="replace")[-2000:]
+        return ""
+
+    # ---- the end
+
+    def _finished(self) -> bool:
+        if not self._journal.done:
+            return False
+        if self._settings.kill is Kill.NONE:
+            return True
+        recovered = self._watch is not None and self._watch.recovered
+        return recovered and (not self._killed_unit or self._restarted)
+
+    def _stop_engines(self) -> None:
+        """All leave after the same step, so that nobody waits for one who is gone."""
+        last = max(line.step for line in self._lines.values()) + _STOP_MARGIN_STEPS
+        for rank, line in self._lines.items():
+            if line.state == "serving":
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    self._engines[rank].pipe.send("stop", step=last)
+        self._deadline = min(self._deadline, time.monotonic() + _LEAVE_TIMEOUT_S)
+        while any(line.state == "serving" for line in self._lines.values()):
+            self._turn()
+        self._display.event(f"all answers are whole; engines left after step {last}")
+
+    def _judge(self) -> Report:
+        from elasticep.demo.reference import run_reference
+
+        s = self._settings
+        requests = [
+            Assignment(number, entry.prompt, (), entry.max_new)
+            for number, entry in enumerate(self._journal.entries)
+        ]
+        reference = run_reference(self._model, s.sizes, requests, ROWS, s.length)
+        self._display.event("compared with a single-process run of the same model")
+        differing = self._journal.differing(reference.tokens)
+        replay_errors = sum(self._replay_errors.values())
+        watch = self._watch
+        survivors = watch.survivors if watch is not None else frozenset(self._lines)
+        return Report(
+            ranks=s.ranks,
+            nodes=s.nodes,
+            killed=s.kill.value,
+            detect_ms=watch.detect_ms if watch is not None else None,
+            recover_ms=watch.recover_ms if watch is not None else None,
+            steps_repeated=steps_repeated(self._torn, survivors),
+            tokens_total=self._journal.tokens_total,
+            tokens_identical=not differing and not replay_errors,
+            requests_lost=self._journal.lost,
+            epochs=sorted(self._epochs),
+            details=self._details(reference.min_margin, differing, replay_errors),
+        )
+
+    def _details(self, margin: float, differing: list[int], replay_errors: int) -> dict[str, Any]:
+        return {
+            "victim": self._victim_name(),
+            "min_margin": margin,
+            "requests": len(self._journal.entries),
+            "requests_moved": self._moved,
+            "requests_differing": differing,
+            "replay_errors": replay_errors,
+            "steps": max(line.step for line in self._lines.values()),
+            "seconds_serving": round(self._served_s, 3),
+        }
+
+    def _end(self) -> None:
+        for engine in self._engines.values():
+            engine.end()
+        self._cluster.stop()
+        self._selector.close()
+
+
+_HANDLERS: Final = {
+    "attached": Demo._on_attached,
+    "view": Demo._on_view,
+    "torn": Demo._on_torn,
+    "complete": Demo._on_complete,
+    "fenced": Demo._on_fenced,
+    "failed": Demo._on_failed,
+    "left": Demo._on_left,
+}

@@ -1,0 +1,64 @@
+"""What a run of the demo found out."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result, with the keys of `elasticep demo --output json`.
+
+    Attributes:
+        ranks: engines at the start.
+        nodes: daemons.
+        killed: worker, engine, daemon, controller or none.
+        detect_ms: kill to the end of the last survivor's wait; None when nobody had to notice.
+        recover_ms: kill to the first complete step on all survivors; None without a kill.
+        steps_repeated: steps that a survivor had to run again.
+        tokens_total: tokens answered.
+        tokens_identical: whether every answer equals the single-process run's.
+        requests_lost: requests without a whole answer.
+        epochs: epochs in which steps were complete.
+        details: more figures; which ones may change.
+    """
+
+    ranks: int
+    nodes: int
+    killed: str
+    detect_ms: float | None
+    recover_ms: float | None
+    steps_repeated: int
+    tokens_total: int
+    tokens_identical: bool
+    requests_lost: int
+    epochs: list[int]
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost and nothing was wrong."""
+        return self.tokens_identical and self.requests_lost == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line of the final table."""
+        return [
+            ("ranks / nodes", f"{self.ranks} / {self.nodes}"),
+            ("killed", self.details.get("victim", self.killed)),
+            ("detection", _ms(self.detect_ms, "nothing to detect")),
+            ("recovery", _ms(self.recover_ms, "-")),
+            ("steps repeated", str(self.steps_repeated)),
+            ("requests lost", str(self.requests_lost)),
+            ("tokens", str(self.tokens_total)),
+            ("tokens identical", "yes" if self.tokens_identical else "NO"),
+            ("smallest top-1 margin", f"{self.details.get('min_margin', float('nan')):.5f}"),
+            ("epochs", ", ".join(str(epoch) for epoch in self.epochs)),
+        ]
+
+
+def _ms(value: float | None, otherwise: str) -> str:
+    return otherwise if value is None else f"{value:.1f} ms"

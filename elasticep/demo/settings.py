@@ -1,0 +1,148 @@
+"""What a run of the demo is made of, checked before anything is started."""
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from elasticep.demo.prompts import prompts
+from elasticep.errors import ConfigError
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig
+from elasticep.spec import ExchangeSpec
+
+EXCHANGE: Final = "decode"
+GROUP: Final = "demo"
+ROWS: Final = 4
+"""Batch rows of an engine."""
+REQUESTS_PER_RANK: Final = 3  # one row stays free for a request that is taken over
+MAX_RANKS: Final = 32
+
+
+class Kill(enum.StrEnum):
+    """What is killed."""
+
+    WORKER = "worker"
+    ENGINE = "engine"
+    DAEMON = "daemon"
+    CONTROLLER = "controller"
+    NONE = "none"
+
+    @property
+    def costs_a_rank(self) -> bool:
+        """Whether the group loses a member by it."""
+        return self in (Kill.WORKER, Kill.ENGINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of the demo's model; `hidden` is a multiple of 8."""
+
+    layers: int = 4
+    hidden: int = 128
+    experts: int = 16
+    topk: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """A run.
+
+    Attributes:
+        ranks: engines, one rank each.
+        nodes: daemons.
+        kill: what is killed.
+        at: step at which it is killed; None: in the middle of the answers.
+        tokens: tokens to answer to each request.
+        seed: of the model's weights.
+        timeout_s: when to give up.
+    """
+
+    ranks: int = 4
+    nodes: int = 2
+    kill: Kill = Kill.WORKER
+    at: int | None = None
+    tokens: int = 40
+    seed: int = 0
+    timeout_s: float = 120.0
+    sizes: ModelSizes = ModelSizes()
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("ranks", 1, MAX_RANKS), ("nodes", 1, self.ranks)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"--{name} is {value}; use {low} to {high}")
+        if not 1 <= self.tokens <= 1000:
+            raise ConfigError(f"--tokens is {self.tokens}; use 1 to 1000")
+        if self.kill.costs_a_rank and self.ranks == 1:
+            raise ConfigError(
+                f"--kill {self.kill} with one rank leaves nobody to take its requests over; "
+                "use --ranks 2 or more"
+            )
+        if self.at is not None and not 1 <= self.at < self.steps_needed:
+            raise ConfigError(
+                f"--at is {self.at}; the answers take {self.steps_needed} steps, so use 1 to "
+                f"{self.steps_needed - 1}, or more --tokens"
+            )
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """All requests."""
+        return prompts(self.ranks * REQUESTS_PER_RANK)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt) for prompt in self.prompts)
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a request, prompt and answer."""
+        return self.longest_prompt + self.tokens
+
+    @property
+    def steps_needed(self) -> int:
+        """Steps that the longest request takes when nothing is killed."""
+        return self.length - 1
+
+    @property
+    def kill_at(self) -> int:
+        """The step at which the kill happens."""
+        return self.longest_prompt + self.tokens // 2 if self.at is None else self.at
+
+    @property
+    def victim(self) -> int:
+        """The rank that is killed, or whose daemon is."""
+        return self.ranks // 2
+
+    def group_config(self) -> GroupConfig:
+        """The group: every expert twice, so that any one rank can go."""
+        copies = min(2, self.ranks)
+        sizes = self.sizes
+        return GroupConfig(
+            name=GROUP,
+            geometry=GroupGeometry(
+                layers=sizes.layers,
+                experts=sizes.experts,
+                topk=sizes.topk,
+                hidden=sizes.hidden,
+                # One slot more than the copies need: two of an expert never share a rank.
+                slots_per_rank=-(-copies * sizes.experts // self.ranks) + 1,
+                max_ranks=self.ranks,
+            ),
+            exchanges=(
+                (
+                    EXCHANGE,
+                    ExchangeSpec.preset(
+                        "ROUTED",
+                        dispatch_dtype="fp32",
+                        combine_dtype="fp32",
+                        reduce="per_expert",
+                        max_tokens=ROWS,
+                    ),
+                ),
+            ),
+            initial_ranks=self.ranks,
+            spare_copies=copies - 1,
+        )
