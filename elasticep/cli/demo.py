@@ -16,7 +16,7 @@ def _stop(number: int, _: object) -> None:
 
 @click.command()
 @click.option("--ranks", default=4, show_default=True, help="Engines, one rank each.")
-@click.option("--nodes", default=2, show_default=True, help="Node daemons.")
+@click.option("--nodes", type=int, help="Node daemons; default: 2, or 1 for a single rank.")
 @click.option(
     "--kill",
     type=click.Choice([kill.value for kill in Kill]),
@@ -31,7 +31,7 @@ def _stop(number: int, _: object) -> None:
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def command(
     ranks: int,
-    nodes: int,
+    nodes: int | None,
     kill: str,
     at: int | None,
     tokens: int,
@@ -47,7 +47,7 @@ def command(
     """
     settings = DemoSettings(
         ranks=ranks,
-        nodes=nodes,
+        nodes=min(2, ranks) if nodes is None else nodes,
         kill=Kill(kill),
         at=at,
         tokens=tokens,
@@ -56,9 +56,8 @@ def command(
     )
     # As Ctrl-C does, so that a polite stop cleans up, too.
     signal.signal(signal.SIGTERM, _stop)
-    display = choose_display(
-        sys.stderr if output == "json" else sys.stdout, table=output == "table"
-    )
+    table = output == "table"
+    display = choose_display(sys.stdout if table else sys.stderr, table=table)
     from elasticep.demo.parent import Demo
 
     try:
