@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -311,6 +312,62 @@ def test_i3_an_expelled_rank_that_wakes_completes_nothing(scene: Scene, site: ab
     assert all(scene.engines[r].error is None for r in alive)
 
 
+def empty_exchange(s: RawSession) -> None:
+    none = np.zeros((0, TOPK), np.int64)
+    s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), none, none)
+    s.combine(0, 0)
+
+
+def on_all(sessions: list[RawSession], call: Callable[[RawSession], object]) -> list[object]:
+    """Run a call on every session at once; returns results in order."""
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        return [f.result(20) for f in [pool.submit(call, s) for s in sessions]]
+
+
+def test_i3_left_behind_by_an_adoption() -> None:
+    """Stopped just before its end check, everything received: the step still may not complete."""
+    with LocalGroup(geometry(), timeouts=timeouts()) as group:
+        slots = spread(group.geometry, range(RANKS), copies=2)
+        sessions = [group.session(r) for r in range(RANKS)]
+        group.stage(1, 0, range(RANKS), slots)
+        on_all(sessions, lambda s: s.begin(0))
+        on_all(sessions, empty_exchange)
+        ghost, alive = sessions[-1], sessions[:-1]
+        group.failpoint(RANKS - 1, abi.FailSite.END, abi.FailAction.STOP)
+        with ThreadPoolExecutor(1) as pool:
+            ending = pool.submit(ghost.end)
+            group.wait_for(lambda: group.failpoint_hits(RANKS - 1) == 1, "the stop")
+            group.stage(2, 1, range(RANKS - 1), slots)
+            group.mark_dead(RANKS - 1)
+            assert on_all(alive, lambda s: s.end()) == [True] * 3
+            assert on_all(alive, lambda s: s.begin(0).epoch) == [2] * 3
+            group.signal_worker(RANKS - 1, signal.SIGCONT)
+            assert ending.result(20) is False
+        for s in sessions:
+            s.close()
+
+
+def test_an_engine_that_raises_tears_the_step_for_all_at_once(scene: Scene) -> None:
+    """By leave cells: nobody waits for the exchange timeout of 5 s."""
+    sessions = [e.session for e in scene.engines]
+    on_all(sessions, lambda s: s.begin(0))
+    begin = time.monotonic()
+
+    def run(s: RawSession) -> bool:
+        if s is sessions[0]:
+            s.tear()
+        else:
+            with pytest.raises(TornError, match=r"rank [0-3] left step"):
+                empty_exchange(s)
+        return s.end()
+
+    assert on_all(sessions, run) == [False] * RANKS
+    assert time.monotonic() - begin < 3
+    on_all(sessions, lambda s: s.begin(0))
+    on_all(sessions, empty_exchange)
+    assert on_all(sessions, lambda s: s.end()) == [True] * RANKS
+
+
 def test_i3_planted_rows_and_flags_of_an_expelled_rank_are_ignored(scene: Scene) -> None:
     """Case 01 too: whatever an expelled rank goes on writing to its own places changes nothing."""
     ghost = 3
@@ -383,7 +440,8 @@ def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
                 t.join(10)
                 assert not t.is_alive()
             assert set(results) == set(sessions)
-            assert all("rank 0" in text for text, _ in results.values())
+            # Whoever sees the dead word first names rank 0; the others may follow its leave cell.
+            assert any("rank 0" in text for text, _ in results.values())
             # Two busy cores: the bound is generous, the mechanism (robust futex) is what is tested.
             assert max(at for _, at in results.values()) - killed_at < 1_000_000_000
             group.wait_for(lambda: len(group.deaths) == 1, "the liveness event")
