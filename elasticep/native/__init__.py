@@ -3,9 +3,8 @@
 from elasticep.native.library import (
     LIBRARY_DIR,
     core,
-    cuda,
     cuda_available,
     load_library,
 )
 
-__all__ = ["LIBRARY_DIR", "core", "cuda", "cuda_available", "load_library"]
+__all__ = ["LIBRARY_DIR", "core", "cuda_available", "load_library"]

@@ -1,0 +1,282 @@
+// The C ABI: arguments are checked here, shapes of launches are computed here.
+#include <cstring>
+#include <string>
+
+#include "../common/errors.h"
+#include "context.h"
+
+using namespace epc;
+
+namespace {
+
+constexpr u64 kBulkBytes = 4u << 20;  // from here on rows go by bulk copies
+
+u32 round_up(u32 v, u32 to) { return (v + to - 1) / to * to; }
+
+u32 sm_budget(const epc_context& c) {
+  const u32 cap = c.config.num_sms ? c.config.num_sms : c.sms;
+  return cap < c.grid_cap ? cap : c.grid_cap;
+}
+
+// Threads so that a row of `vectors` 16-byte words is an equal number of steps for each.
+u32 threads_for(u32 vectors, u32 most) {
+  const u32 steps = (vectors + most - 1) / most;
+  const u32 threads = round_up((vectors + steps - 1) / steps, 32);
+  return threads < 128 ? 128 : threads;
+}
+
+bool wants_bulk(const epc_context& c, u64 bytes) {
+  if (c.config.pinned_plan) return c.config.pinned_plan == 2;
+  return bytes >= kBulkBytes;
+}
+
+int find(epc_context* c, u32 exchange, u32 channel, Exchange** out) {
+  const ep_geometry& g = c->config.geometry;
+  if (exchange >= g.exchanges) return ep::fail(EP_EINVAL, "exchange %u; the group has %u", exchange, g.exchanges);
+  if (channel >= g.exchange[exchange].channels)
+    return ep::fail(EP_EINVAL, "channel %u; exchange %u has %u", channel, exchange, g.exchange[exchange].channels);
+  *out = &c->exchange[exchange][channel];
+  return 0;
+}
+
+u32 lanes_of(u32 dtype) { return dtype == EP_FP8 ? 8 : dtype == EP_MXFP8 ? 2 : 1; }
+
+int payload_for(const epc_context& c, const epc_dispatch_args& a, const Exchange& x, Payload* out) {
+  if (a.x_dtype == x.dispatch_dtype) {
+    if (x.at.scale_bytes && !a.x_scales) return ep::fail(EP_EINVAL, "x is quantised already; give its scales too");
+    *out = wants_bulk(c, u64(a.tokens) * x.at.row_bytes) ? Payload::kBulk : Payload::kRaw;
+    return 0;
+  }
+  if (!x.at.scale_bytes)
+    return ep::fail(EP_EINVAL, "x has dtype %u, exchange %u sends dtype %u; convert x, or let the exchange quantise", a.x_dtype, a.exchange,
+                    x.dispatch_dtype);
+  switch (a.x_dtype) {
+    case EP_FP32: *out = Payload::kFromFp32; return 0;
+    case EP_FP16: *out = Payload::kFromFp16; return 0;
+    case EP_BF16: *out = Payload::kFromBf16; return 0;
+    default: return ep::fail(EP_EINVAL, "x has dtype %u; use fp32, fp16 or bf16", a.x_dtype);
+  }
+}
+
+Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
+  Shape s{};
+  s.early = c.early;
+  if (payload == Payload::kBulk) {
+    s.threads = kBulkWarps * 32;
+    s.shared = kPushShared;
+  } else if (payload == Payload::kRaw) {
+    s.threads = threads_for(u32(x.at.row_bytes / 16), 1024);
+  } else {
+    s.threads = threads_for(c.domain.hidden / 16, 512);
+  }
+  const u32 budget = sm_budget(c);
+  s.grid = x.gpu.chunks < budget ? x.gpu.chunks : budget;
+  return s;
+}
+
+int dispatch(epc_context* c, const epc_dispatch_args* args, u32 half, void* stream) {
+  Exchange* x = nullptr;
+  if (int bad = find(c, args->exchange, args->channel, &x)) return bad;
+  if (args->tokens > x->cap)
+    return ep::fail(EP_ECAP, "%u tokens for exchange %u, whose max_tokens is %u; split the batch or raise max_tokens", args->tokens,
+                    args->exchange, x->cap);
+  if (args->layer >= c->domain.layers) return ep::fail(EP_EINVAL, "layer %u; the group has %u", args->layer, c->domain.layers);
+  if (args->ids_bytes != 4 && args->ids_bytes != 8) return ep::fail(EP_EINVAL, "ids of %u bytes; use int32 or int64", args->ids_bytes);
+  if (reinterpret_cast<uintptr_t>(args->x) % 16) return ep::fail(EP_EINVAL, "x is not aligned to 16 bytes");
+  DispatchArgs a{};
+  Payload payload = Payload::kRaw;
+  if (half & kSend)
+    if (int bad = payload_for(*c, *args, *x, &payload)) return bad;
+  a.domain = c->domain;
+  a.exchange = *x;
+  a.x = static_cast<const u8*>(args->x);
+  a.x_scales = args->x_dtype == x->dispatch_dtype ? static_cast<const u8*>(args->x_scales) : nullptr;
+  a.ids = args->ids;
+  a.weights = args->weights;
+  a.lost = args->lost;
+  a.tokens = args->tokens;
+  a.layer = args->layer;
+  a.ids_wide = args->ids_bytes == 8;
+  a.half = half;
+  a.row_bytes = u32(x->at.row_bytes);
+  a.block_lanes = lanes_of(x->dispatch_dtype);
+  auto s = static_cast<cudaStream_t>(stream);
+  EPC_TRY(launch_dispatch(a, payload, dispatch_shape(*c, *x, payload), s));
+  if (half & kReceive && x->at.expanded_rows) EPC_TRY(launch_expand(c->expand[args->exchange][args->channel], sm_budget(*c), s));
+  return 0;
+}
+
+int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u32 out_dtype, u32 half, void* stream) {
+  Exchange* x = nullptr;
+  if (int bad = find(c, exchange, channel, &x)) return bad;
+  if (tokens > x->cap) return ep::fail(EP_ECAP, "%u tokens for exchange %u, whose max_tokens is %u", tokens, exchange, x->cap);
+  if (out_dtype > EP_BF16) return ep::fail(EP_EINVAL, "out has dtype %u; use fp32, fp16 or bf16", out_dtype);
+  if (reinterpret_cast<uintptr_t>(out) % 16) return ep::fail(EP_EINVAL, "out is not aligned to 16 bytes");
+  auto s = static_cast<cudaStream_t>(stream);
+  const bool expands = x->layout == EP_LAYOUT_CONTIGUOUS || x->layout == EP_LAYOUT_MASKED;
+  if (half & kSend && expands && x->reduce == EP_REDUCE_PER_RANK) EPC_TRY(launch_reduce(c->expand[exchange][channel], sm_budget(*c), s));
+  CombineArgs a{};
+  a.domain = c->domain;
+  a.exchange = *x;
+  a.out = static_cast<u8*>(out);
+  a.tokens = tokens;
+  a.half = half;
+  a.out_dtype = out_dtype;
+  a.row_bytes = u32(x->at.y_row_bytes);
+  const u32 vectors = a.row_bytes / 16, budget = sm_budget(*c);
+  const bool bulk = half & kReceive && wants_bulk(*c, u64(tokens) * a.row_bytes);
+  Shape shape{};
+  shape.early = c->early;
+  if (bulk) {
+    a.parts = 1;
+    shape.threads = kBulkWarps * 32;
+    shape.shared = kPullShared;
+    shape.grid = tokens < budget ? tokens : budget;
+  } else {
+    u32 parts = tokens ? budget / tokens : 1;
+    parts = parts < 1 ? 1 : parts;
+    const u32 most = vectors / 128 ? vectors / 128 : 1;
+    a.parts = parts < most ? parts : most;
+    shape.threads = threads_for((vectors + a.parts - 1) / a.parts, 1024);
+    const u32 blocks = tokens * a.parts;
+    shape.grid = blocks < budget ? blocks : budget / a.parts * a.parts;
+  }
+  if (!shape.grid) shape.grid = a.parts;
+  if (!(half & kReceive)) shape = {1, 128, 0, c->early};
+  EPC_TRY(launch_combine(a, bulk, shape, s));
+  return 0;
+}
+
+}  // namespace
+
+uint32_t epc_abi_version(void) { return EPC_ABI_VERSION; }
+const char* epc_last_error(void) { return ep_last_error(); }
+
+uint64_t epc_struct_size(const char* name) {
+  if (!strcmp(name, "config")) return sizeof(epc_config);
+  if (!strcmp(name, "step_info")) return sizeof(epc_step_info);
+  if (!strcmp(name, "received")) return sizeof(epc_received);
+  if (!strcmp(name, "dispatch_args")) return sizeof(epc_dispatch_args);
+  if (!strcmp(name, "fault")) return sizeof(epc_fault);
+  return 0;
+}
+
+int epc_device_count(uint32_t* count) {
+  int n = 0;
+  const cudaError_t status = cudaGetDeviceCount(&n);
+  cudaGetLastError();
+  *count = status == cudaSuccess ? u32(n) : 0;
+  if (status != cudaSuccess || n == 0)
+    return ep::fail(EP_EUSAGE, "no CUDA device: %s", status == cudaSuccess ? "none is visible" : cudaGetErrorString(status));
+  return 0;
+}
+
+int epc_context_create(const epc_config* config, int data_fd, int header_fd, uint32_t hold, epc_context** out) {
+  auto c = new epc_context;
+  c->config = *config;
+  if (int bad = c->open(data_fd, header_fd, hold != 0)) {
+    const std::string text = ep_last_error();
+    delete c;
+    return ep::fail(bad, "%s", text.c_str());
+  }
+  *out = c;
+  return 0;
+}
+
+void epc_context_destroy(epc_context* context) { delete context; }
+
+int epc_peer_map(epc_context* c, uint32_t rank, int data_fd) {
+  EPC_TRY(cudaSetDevice(int(c->config.device)));
+  return c->regions.map(rank, data_fd);
+}
+int epc_peer_drop(epc_context* c, uint32_t rank) {
+  EPC_TRY(cudaSetDevice(int(c->config.device)));
+  EPC_TRY(cudaDeviceSynchronize());
+  return c->regions.drop(rank);
+}
+
+int epc_stage(epc_context* c, const ep_view* view) {
+  std::vector<u64> image((c->layout.base.bank_bytes + 7) / 8);
+  auto bytes = reinterpret_cast<u8*>(image.data());
+  if (view->epoch == 0) return ep::fail(EP_EINVAL, "epoch is 0; views start at 1");
+  if (int bad = ep::write_bank(c->config.geometry, c->layout.base, *view, bytes)) return bad;
+  return c->stage(bytes);
+}
+int epc_stage_bank(epc_context* c, const void* image, uint64_t bytes) {
+  if (bytes < c->layout.base.bank_bytes)
+    return ep::fail(EP_EMISMATCH, "a bank of %llu bytes; this group's have %llu", static_cast<unsigned long long>(bytes),
+                    static_cast<unsigned long long>(c->layout.base.bank_bytes));
+  return c->stage(static_cast<const u8*>(image));
+}
+
+int epc_step_begin(epc_context* c, uint32_t tokens, void* stream) {
+  EPC_TRY(launch_step_begin(c->domain, tokens, static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+int epc_step_end(epc_context* c, void* stream) {
+  EPC_TRY(launch_step_end(c->domain, c->complete_flag, static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+int epc_tear(epc_context* c, void* stream) {
+  EPC_TRY(launch_tear(c->domain, static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+
+int epc_dispatch(epc_context* c, const epc_dispatch_args* a, void* stream) { return dispatch(c, a, kSend | kReceive, stream); }
+int epc_dispatch_send(epc_context* c, const epc_dispatch_args* a, void* stream) { return dispatch(c, a, kSend, stream); }
+int epc_dispatch_recv(epc_context* c, const epc_dispatch_args* a, void* stream) { return dispatch(c, a, kReceive, stream); }
+int epc_combine(epc_context* c, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype, void* stream) {
+  return combine(c, exchange, channel, tokens, out, out_dtype, kSend | kReceive, stream);
+}
+int epc_combine_send(epc_context* c, uint32_t exchange, uint32_t channel, void* stream) {
+  return combine(c, exchange, channel, 0, nullptr, EP_FP32, kSend, stream);
+}
+int epc_combine_recv(epc_context* c, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype, void* stream) {
+  return combine(c, exchange, channel, tokens, out, out_dtype, kReceive, stream);
+}
+
+int epc_received_of(epc_context* c, uint32_t exchange, uint32_t channel, epc_received* out) {
+  Exchange* x = nullptr;
+  if (int bad = find(c, exchange, channel, &x)) return bad;
+  const ep::ChannelLayout& l = x->at;
+  u8* own = c->domain.region(c->domain.me);
+  const ExpandArgs& e = c->expand[exchange][channel];
+  const bool expanded = l.expanded_rows != 0;
+  *out = {};
+  out->rows = own + (expanded ? l.expanded : l.rows);
+  out->scales = l.scale_bytes ? own + (expanded ? l.expanded_scales : l.scales) : nullptr;
+  out->ids = e.compact_ids ? e.compact_ids : reinterpret_cast<int32_t*>(own + l.recv_ids);
+  out->weights = e.compact_weights ? e.compact_weights : reinterpret_cast<float*>(own + l.recv_weights);
+  out->slot_counts = expanded ? reinterpret_cast<int32_t*>(own + l.slot_counts) : nullptr;
+  out->slot_offsets = x->layout == EP_LAYOUT_CONTIGUOUS ? reinterpret_cast<int32_t*>(own + l.slot_offsets) : nullptr;
+  out->out = own + l.y;
+  out->rows_count = expanded ? l.expanded_rows : u64(c->domain.ranks) * l.source_rows;
+  out->source_rows = l.source_rows;
+  out->row_bytes = l.row_bytes;
+  out->scale_bytes = l.scale_bytes;
+  out->out_rows = l.y_rows;
+  out->out_row_bytes = l.y_row_bytes;
+  return 0;
+}
+
+int epc_tune(epc_context* c, uint32_t pinned_plan, uint32_t num_sms) {
+  c->config.pinned_plan = pinned_plan;
+  c->config.num_sms = num_sms;
+  return 0;
+}
+
+int epc_step_result(epc_context* c, epc_step_info* info, epc_fault* fault) {
+  memcpy(info, &c->record->info, sizeof *info);
+  if (fault) memcpy(fault, &c->record->fault, sizeof *fault);
+  return 0;
+}
+int epc_complete_flag(epc_context* c, void** device_pointer) {
+  *device_pointer = c->complete_flag;
+  return 0;
+}
+int epc_loads(epc_context* c, uint64_t* loads) {
+  EPC_TRY(cudaDeviceSynchronize());
+  const u64 bytes = u64(c->domain.layers) * c->domain.experts * 8;
+  EPC_TRY(cudaMemcpy(loads, c->domain.region(c->domain.me) + c->domain.loads, bytes, cudaMemcpyDeviceToHost));
+  return 0;
+}

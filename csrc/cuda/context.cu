@@ -1,0 +1,231 @@
+#include "context.h"
+
+#include <sys/mman.h>
+#include <time.h>
+
+#include <cstring>
+
+#include "../common/sys.h"
+
+using namespace epc;
+
+namespace {
+
+__global__ void clock_kernel(volatile u64* out) {
+  u64 t;
+  asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  *out = t;
+}
+
+// A staging thread may run while the engine captures a graph: its calls are on a stream of its own.
+struct RelaxedCapture {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
+}  // namespace
+
+template <class T>
+int epc_context::allocate(T** out, u64 count) {
+  void* p = nullptr;
+  const u64 bytes = (count ? count : 1) * sizeof(T);
+  EPC_TRY(cudaMalloc(&p, bytes));
+  allocations.push_back(p);
+  EPC_TRY(cudaMemset(p, 0, bytes));
+  *out = static_cast<T*>(p);
+  return 0;
+}
+
+epc_context::~epc_context() {
+  cudaSetDevice(int(config.device));
+  cudaDeviceSynchronize();
+  hold.release();
+  for (void* p : allocations) cudaFree(p);
+  if (side) cudaStreamDestroy(side);
+  if (record) cudaFreeHost(record);
+  if (header) {
+    cudaHostUnregister(header);
+    munmap(header, layout.base.header_bytes);
+  }
+}
+
+int epc_context::check_formats() const {
+  const ep_geometry& g = config.geometry;
+  for (u32 i = 0; i < g.exchanges; ++i) {
+    const ep_exchange_config& x = g.exchange[i];
+    if (ep::row_payload_bytes(x.dispatch_dtype, g.hidden) % 16)
+      return ep::fail(EP_EINVAL, "exchange %u has rows of %llu bytes; on a GPU they must be a multiple of 16, change hidden %u", i,
+                      static_cast<unsigned long long>(ep::row_payload_bytes(x.dispatch_dtype, g.hidden)), g.hidden);
+    if (x.combine_dtype > EP_BF16)
+      return ep::fail(EP_EINVAL, "exchange %u combines in dtype %u; on a GPU use fp32, fp16 or bf16", i, x.combine_dtype);
+    if (ep::row_payload_bytes(x.combine_dtype, g.hidden) % 16)
+      return ep::fail(EP_EINVAL, "exchange %u has outputs that are no multiple of 16 bytes; change hidden %u", i, g.hidden);
+  }
+  return 0;
+}
+
+int epc_context::open_memory(int data_fd, int header_fd) {
+  const ep_geometry& g = config.geometry;
+  if (int bad = make_gpu_layout(g, &layout)) return bad;
+  void* h = mmap(nullptr, layout.base.header_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, header_fd, 0);
+  if (h == MAP_FAILED) return ep::fail(-errno, "mapping the header: %s", strerror(errno));
+  header = static_cast<ep::Header*>(h);
+  if (header->magic != ep::kHeaderMagic || header->digest != layout.base.digest)
+    return ep::fail(EP_EMISMATCH, "the header's layout digest %016llx differs from ours, %016llx; daemon and engine disagree on the group",
+                    static_cast<unsigned long long>(header->digest), static_cast<unsigned long long>(layout.base.digest));
+  EPC_TRY(cudaHostRegister(h, layout.base.header_bytes, cudaHostRegisterMapped));
+  EPC_TRY(cudaHostGetDevicePointer(reinterpret_cast<void**>(&domain.header), h, 0));
+  EPC_TRY(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Record), cudaHostAllocMapped));
+  memset(record, 0, sizeof *record);
+  EPC_TRY(cudaHostGetDevicePointer(reinterpret_cast<void**>(&domain.record), record, 0));
+  if (int bad = regions.reserve(config.device, g.max_ranks, layout.data_bytes)) return bad;
+  return regions.map(config.rank, data_fd);
+}
+
+int epc_context::open_exchanges() {
+  const ep_geometry& g = config.geometry;
+  for (u32 i = 0; i < g.exchanges; ++i)
+    for (u32 c = 0; c < g.exchange[i].channels; ++c) {
+      const ep_exchange_config& from = g.exchange[i];
+      Exchange& x = exchange[i][c];
+      x.at = layout.base.channel[i][c];
+      x.gpu = layout.channel[i][c];
+      x.index = i;
+      x.channel = c;
+      x.copies = from.copies;
+      x.layout = from.layout;
+      x.dispatch_dtype = from.dispatch_dtype;
+      x.combine_dtype = from.combine_dtype;
+      x.reduce = from.reduce;
+      x.cap = from.max_tokens;
+      x.rows_per_token = from.copies == EP_COPIES_PER_EXPERT ? g.topk : 1;
+      x.masked_room = from.masked_room ? from.masked_room : g.max_ranks * from.max_tokens;
+      if (int bad = allocate(&x.route, u64(from.max_tokens) * g.topk)) return bad;
+      if (int bad = allocate(&x.route_weights, u64(from.max_tokens) * g.topk)) return bad;
+      ExpandArgs& e = expand[i][c];
+      const u64 entries = u64(g.max_ranks) * x.at.source_rows * g.topk;
+      const bool exact = from.layout == EP_LAYOUT_ARRIVAL && x.at.expanded_rows;
+      if (x.at.expanded_rows)
+        if (int bad = allocate(&e.relative, entries)) return bad;
+      if (exact) {
+        if (int bad = allocate(&e.compact_ids, entries)) return bad;
+        if (int bad = allocate(&e.compact_weights, entries)) return bad;
+      }
+      e.domain = domain;
+      e.exchange = x;
+      e.row_bytes = u32(x.at.row_bytes);
+      e.scale_bytes = u32(x.at.scale_bytes);
+      e.early = early;
+    }
+  return 0;
+}
+
+int epc_context::open(int data_fd, int header_fd, bool take_lock) {
+  const ep_geometry& g = config.geometry;
+  if (int bad = ep::check_geometry(g)) return bad;
+  if (config.rank >= g.max_ranks) return ep::fail(EP_EINVAL, "rank %u is not below max_ranks %u", config.rank, g.max_ranks);
+  if (config.incarnation == 0) return ep::fail(EP_EINVAL, "incarnation is 0; a seat's first incarnation is 1");
+  if (int bad = check_formats()) return bad;
+  if (!driver()) return EP_EUSAGE;
+  EPC_TRY(cudaSetDevice(int(config.device)));
+  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand()}));
+  if (int bad = open_memory(data_fd, header_fd)) return bad;
+  int sm_count = 0;
+  EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));
+  sms = u32(sm_count);
+  const u32 sharing = config.ranks_on_device ? config.ranks_on_device : 1;
+  grid_cap = sms / sharing ? sms / sharing : 1;
+  early = sharing == 1;  // a successor that waits on an SM must not keep a peer's kernel off it
+  Domain& d = domain;
+  d.base = regions.base();
+  d.stride = regions.stride();
+  d.me = config.rank;
+  d.ranks = g.max_ranks;
+  d.topk = g.topk;
+  d.experts = g.experts;
+  d.slots = g.slots;
+  d.hidden = g.hidden;
+  d.layers = g.layers;
+  d.count_loads = config.count_loads;
+  d.leave = layout.base.leave;
+  d.cells = layout.base.cells;
+  d.cell_bytes = layout.base.cell_bytes;
+  d.loads = layout.base.loads;
+  d.exchange_timeout_ns = header->timeouts.exchange_timeout_ns;
+  d.step_timeout_ns = header->timeouts.step_timeout_ns;
+  d.suspect_ns = header->timeouts.suspect_after_ns;
+  Staged* staged = nullptr;
+  MapEntry* maps = nullptr;
+  ep::Replica* replicas = nullptr;
+  if (int bad = allocate(&d.state, 1)) return bad;
+  if (int bad = allocate(&staged, EP_BANKS)) return bad;
+  if (int bad = allocate(&maps, u64(EP_BANKS) * g.layers * g.experts)) return bad;
+  if (int bad = allocate(&replicas, u64(EP_BANKS) * g.layers * g.max_ranks * g.slots)) return bad;
+  if (int bad = allocate(&d.pending, u64(g.layers) * g.experts)) return bad;
+  if (int bad = allocate(&d.scratch, barrier_scratch_bytes(g.max_ranks))) return bad;
+  if (int bad = allocate(&complete_flag, 1)) return bad;
+  d.staged = staged;
+  d.maps = maps;
+  d.replicas = replicas;
+  EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  clock_kernel<<<1, 1, 0, side>>>(reinterpret_cast<u64*>(domain.record));
+  EPC_TRY(cudaStreamSynchronize(side));
+  d.monotonic_offset_ns = static_cast<long long>(ep::now_ns()) - static_cast<long long>(record->info.epoch);
+  record->info.epoch = 0;
+  State initial{};
+  initial.torn = 1;
+  initial.incarnation = config.incarnation;
+  EPC_TRY(cudaMemcpy(d.state, &initial, sizeof initial, cudaMemcpyHostToDevice));
+  if (int bad = open_exchanges()) return bad;
+  EPC_TRY(cudaDeviceSynchronize());
+  return take_lock ? hold.take(header->runner, config.incarnation) : 0;
+}
+
+int epc_context::stage(const u8* image) {
+  const ep_geometry& g = config.geometry;
+  const ep::BankTables tables(layout.base, image);
+  const ep::Bank& head = *tables.head;
+  if (head.bytes != layout.base.bank_bytes)
+    return ep::fail(EP_EMISMATCH, "the bank has %llu bytes, this group's have %llu", static_cast<unsigned long long>(head.bytes),
+                    static_cast<unsigned long long>(layout.base.bank_bytes));
+  if (head.incarnation[config.rank] != config.incarnation)
+    return ep::fail(EP_EINVAL, "view %llu has incarnation %u of rank %u, this is %u", static_cast<unsigned long long>(head.epoch),
+                    head.incarnation[config.rank], config.rank, config.incarnation);
+  const u64 running = *const_cast<volatile uint64_t*>(&record->info.epoch);
+  if (running && running + EP_BANKS <= head.epoch)
+    return ep::fail(EP_EUSAGE, "view %llu needs the bank of view %llu, which still runs", static_cast<unsigned long long>(head.epoch),
+                    static_cast<unsigned long long>(running));
+  for (u32 r = 0; r < g.max_ranks; ++r)
+    if (head.incarnation[r] && !regions.mapped(r))
+      return ep::fail(EP_EUSAGE, "view %llu has rank %u, whose region is not mapped", static_cast<unsigned long long>(head.epoch), r);
+
+  const u64 per_layer = u64(g.max_ranks) * g.slots, bank = head.epoch % EP_BANKS;
+  std::vector<MapEntry> map(u64(g.layers) * g.experts);
+  for (u32 layer = 0; layer < g.layers; ++layer)
+    for (u32 e = 0; e < g.experts; ++e) {
+      const u32* offsets = tables.offsets + u64(layer) * (g.experts + 1);
+      const ep::Replica* list = tables.replicas + layer * per_layer + offsets[e];
+      const u32 n = offsets[e + 1] - offsets[e];
+      auto packed = [&](u32 i) { return i < n ? u32(list[i].rank) << 16 | list[i].slot : kNobody; };
+      map[u64(layer) * g.experts + e] = {packed(0), packed(1), n ? list[0].upto : 0, n, offsets[e], {}};
+    }
+  Staged entry{head.epoch, head.previous_epoch, head.digest, 0, {}};
+  memcpy(entry.incarnation, head.incarnation, sizeof entry.incarnation);
+
+  std::lock_guard<std::mutex> guard(staging);
+  RelaxedCapture relaxed;
+  EPC_TRY(cudaSetDevice(int(config.device)));
+  auto board = const_cast<Staged*>(domain.staged) + bank;
+  EPC_TRY(cudaMemsetAsync(&board->check, 0, sizeof board->check, side));
+  EPC_TRY(cudaMemcpyAsync(const_cast<MapEntry*>(domain.maps) + bank * map.size(), map.data(), map.size() * sizeof(MapEntry),
+                          cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaMemcpyAsync(const_cast<ep::Replica*>(domain.replicas) + bank * g.layers * per_layer, tables.replicas,
+                          g.layers * per_layer * sizeof(ep::Replica), cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaMemcpyAsync(board, &entry, sizeof entry, cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaStreamSynchronize(side));
+  EPC_TRY(cudaMemcpyAsync(&board->check, &entry.epoch, sizeof entry.epoch, cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaStreamSynchronize(side));
+  header->staged[bank].store(head.epoch);
+  return 0;
+}

@@ -1,0 +1,37 @@
+// A rank's context on its GPU: what is mapped, what is allocated, and what every launch is given.
+#pragma once
+#include <mutex>
+#include <vector>
+
+#include "../common/robust.h"
+#include "kernels.h"
+#include "memory.h"
+
+struct epc_context {
+  epc_config config{};
+  epc::GpuLayout layout{};
+  epc::RegionMap regions;
+  epc::Domain domain{};
+  epc::Exchange exchange[EP_MAX_EXCHANGES][EP_MAX_CHANNELS]{};
+  epc::ExpandArgs expand[EP_MAX_EXCHANGES][EP_MAX_CHANNELS]{};
+  ep::Header* header = nullptr;  // mapped here
+  epc::Record* record = nullptr;
+  epc::u32* complete_flag = nullptr;
+  cudaStream_t side = nullptr;   // staging
+  std::mutex staging;
+  epc::u32 sms = 0, grid_cap = 0;
+  bool early = false;            // programmatic dependent launch
+  ep::RobustHold hold;
+  std::vector<void*> allocations;
+
+  ~epc_context();
+  int open(int data_fd, int header_fd, bool take_lock);
+  int stage(const epc::u8* image);
+
+ private:
+  template <class T>
+  int allocate(T** out, epc::u64 count);
+  int open_memory(int data_fd, int header_fd);
+  int open_exchanges();
+  int check_formats() const;
+};

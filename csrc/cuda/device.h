@@ -1,0 +1,125 @@
+// What kernels are given: by value what never changes, by pointer (device memory) what a step or a view changes, so
+// that a captured graph needs no update when either does.
+#pragma once
+#include "../common/bank.h"
+#include "../common/header.h"
+#include "../common/layout.h"
+#include "elasticep_cuda.h"
+
+namespace epc {
+
+using ep::u16;
+using ep::u32;
+using ep::u64;
+using ep::u8;
+
+constexpr u32 kMaxRanks = EP_MAX_RANKS;
+constexpr u32 kMaskWords = kMaxRanks / 32;
+constexpr u32 kChunkRows = 64;    // rows of a chunk: the bits of one word
+constexpr u32 kChunks = 128;      // chunks of an exchange unless its cap asks for more
+constexpr u32 kNobody = 0xffffffffu;
+
+// GPU parts of one channel, behind the parts that both planes share. Row r of a source belongs to chunk r % chunks and
+// is bit r / chunks of its words, so that any number of tokens spreads over all thread blocks.
+struct GpuChannel {
+  u64 arrival;  // [R][chunks] TaggedWord: tag, and which of the chunk's rows have come to the reader
+  u64 tails;    // [R][chunks] TaggedWord: the same, when the tails are there but the payload may not be
+  u64 reduced;  // [R][chunks] u64 tag: rows of the chunk are pre-reduced on that rank
+  u32 chunks, pad;
+};
+
+// One expert's copies as dispatch looks them up: with one or two copies nothing else is read.
+struct __align__(16) MapEntry {
+  u32 first, second;  // rank << 16 | slot
+  u32 upto;           // `first` serves points below it
+  u32 count, offset;  // more than two copies: `count` replicas from `offset` of the layer's list
+  u32 pad[3];
+};
+
+enum Phase : u32 { kPhaseNone = 0, kPhaseBarrier = 1, kPhaseDispatch = 2, kPhaseCombine = 3 };
+enum Half : u32 { kSend = 1, kReceive = 2 };
+
+// Private device memory of a rank. One step's truth; written by the barrier kernel, read by all others.
+struct State {
+  u64 step, epoch;
+  u32 torn, bank, members, incarnation;
+  u32 sequence[EP_MAX_CHANNELS];  // exchanges finished on each channel in this step
+  u32 opened[EP_MAX_CHANNELS];    // exchanges whose dispatch has begun
+  u32 mask[kMaskWords];           // members as bits
+  u32 member[kMaxRanks];          // members in ascending order
+  u32 incarnations[kMaxRanks];
+  u32 readers[EP_MAX_CHANNELS];   // blocks of the running combine that have read `sequence`
+  u32 tearing, expand_blocks, expand_round, pad;
+  u64 barrier;                    // highest barrier number that was decided
+  u64 digest;
+  u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
+};
+
+// What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.
+struct Staged {
+  u64 epoch, previous, digest, check;
+  u32 incarnation[kMaxRanks];
+};
+
+// Pinned host memory; the host reads it after the stream has come to it.
+struct Record {
+  epc_step_info info;
+  u64 complete_step;  // the highest step that was complete
+  epc_fault fault;
+};
+
+struct Domain {
+  u8* base;      // rank r's data region begins at base + r * stride
+  u64 stride;
+  u32 me, ranks, topk, experts, slots, hidden, layers, count_loads;
+  u64 leave, cells, cell_bytes, loads;
+  u64 exchange_timeout_ns, step_timeout_ns, suspect_ns;
+  long long monotonic_offset_ns;  // CLOCK_MONOTONIC - globaltimer
+  State* state;
+  const Staged* staged;        // [EP_BANKS]
+  const MapEntry* maps;        // [EP_BANKS][layers][experts]
+  const ep::Replica* replicas;  // [EP_BANKS][layers][R * S]
+  u32* pending;                // [layers][experts] load of the running step
+  u8* scratch;                 // barrier: copies of cells
+  ep::Header* header;          // host memory, by its device address
+  Record* record;              // likewise
+
+  __host__ __device__ u8* region(u32 rank) const { return base + rank * stride; }
+};
+
+struct Exchange {
+  ep::ChannelLayout at;
+  GpuChannel gpu;
+  u32 index, channel, copies, layout, dispatch_dtype, combine_dtype, reduce, cap, rows_per_token, masked_room;
+  u32* route;  // own [cap][K] rank << 16 | slot, kNobody where nobody serves it
+  float* route_weights;  // own [cap][K]
+};
+
+struct DispatchArgs {
+  Domain domain;
+  Exchange exchange;
+  const u8* x;
+  const u8* x_scales;
+  const void* ids;
+  const float* weights;
+  u8* lost;
+  u32 tokens, layer, ids_wide, half, row_bytes, block_lanes;
+};
+
+struct CombineArgs {
+  Domain domain;
+  Exchange exchange;
+  u8* out;
+  u32 tokens, half, parts, out_dtype, row_bytes;
+};
+
+struct ExpandArgs {
+  Domain domain;
+  Exchange exchange;
+  int* relative;        // [R * source_rows][K] place inside the slot's run
+  int* compact_ids;     // arrival with an exact count: ids and weights without gaps
+  float* compact_weights;
+  u32 row_bytes, scale_bytes, early;
+};
+
+}  // namespace epc

@@ -1,0 +1,134 @@
+/* C ABI of the CUDA data plane: the same exchange as the CPU plane's, as kernels on the caller's stream. Everything a
+ * step or a view changes lives in device memory, so a captured graph of whole steps replays across failures.
+ *
+ * Functions return 0 or a negative EP_E* / -errno; the sentence is in epc_last_error() of that thread. Streams are
+ * cudaStream_t passed as void*. Calls on one context come from one thread at a time, except epc_stage, which may run
+ * beside them (also while a graph is being captured). */
+#ifndef ELASTICEP_CUDA_H
+#define ELASTICEP_CUDA_H
+#include "../elasticep.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { EPC_ABI_VERSION = 1 };
+
+/* Why a step was torn on this rank. */
+enum epc_why {
+  EPC_WHY_NONE = 0,
+  EPC_WHY_TORN_HERE = 1,  /* by another block or call of this rank */
+  EPC_WHY_PASSED_BY = 2,  /* a flag of a later step, or of this one under another view */
+  EPC_WHY_PEER_LEFT = 3,  /* a leave cell */
+  EPC_WHY_PEER_DEAD = 4,
+  EPC_WHY_FENCED = 5,
+  EPC_WHY_TIMEOUT = 6,
+  EPC_WHY_ENGINE = 7      /* epc_tear */
+};
+enum epc_step_status {
+  EPC_STEP_RUN = 0,
+  EPC_STEP_DOOMED = 1,    /* the view has a dead member: no step ran; enter again, the next view comes */
+  EPC_STEP_TIMEOUT = 2,   /* the barrier timed out; enter again, it has the same number */
+  EPC_STEP_EXPELLED = 3,  /* the others went on without this incarnation */
+  EPC_STEP_NO_VIEW = 4    /* nothing is staged */
+};
+
+typedef struct epc_fault {
+  uint64_t step, epoch;
+  uint32_t why, phase, exchange, rank; /* phase: 1 barrier, 2 dispatch, 3 combine; rank: whom it is about */
+} epc_fault;
+
+typedef struct epc_step_info {
+  uint64_t epoch, step, digest, barrier_ns; /* barrier_ns: time the barrier took */
+  uint32_t status, members, complete, ended;
+  uint32_t incarnation[EP_MAX_RANKS];
+  uint32_t tokens[EP_MAX_RANKS];
+} epc_step_info;
+
+typedef struct epc_config {
+  ep_geometry geometry;
+  uint32_t rank, incarnation, device;
+  uint32_t ranks_on_device; /* ranks whose kernels share this GPU: grids are capped so that all make progress */
+  uint32_t num_sms;         /* SMs that a kernel may take; 0 = the formula */
+  uint32_t count_loads;     /* 1: count the load of every expert when a step completes */
+  uint32_t pinned_plan;     /* 0 automatic; 1 vector stores and loads; 2 bulk copies (measurements) */
+  uint32_t reserved[9];
+} epc_config;
+
+typedef struct epc_context epc_context;
+
+/* What an exchange hands to the expert kernel; device pointers, fixed for the life of the context. */
+typedef struct epc_received {
+  void* rows;             /* routed: [max_ranks * source_rows, hidden]; else the expanded rows */
+  void* scales;           /* or NULL */
+  int32_t* ids;           /* [max_ranks * source_rows, topk] local slot or -1 */
+  float* weights;         /* [max_ranks * source_rows, topk] */
+  int32_t* slot_counts;   /* [slots], or [1] rows that arrived; NULL for routed */
+  int32_t* slot_offsets;  /* contiguous: [slots + 1], else NULL */
+  void* out;              /* where the expert kernel writes */
+  uint64_t rows_count, source_rows, row_bytes, scale_bytes, out_rows, out_row_bytes;
+} epc_received;
+
+typedef struct epc_dispatch_args {
+  uint32_t exchange, channel, layer, tokens;
+  uint32_t x_dtype;       /* ep_dtype of x: the exchange's dispatch dtype (with x_scales if it has scales) or fp32/fp16/bf16 */
+  uint32_t ids_bytes;     /* 4 or 8 */
+  const void* x;          /* [tokens, hidden], 16-byte aligned */
+  const void* x_scales;   /* rows that are quantised already, else NULL */
+  const void* ids;        /* [tokens, topk] logical experts or -1 */
+  const float* weights;   /* [tokens, topk] or NULL (ones) */
+  uint8_t* lost;          /* [tokens] 1 = needs an expert without a live copy; or NULL */
+} epc_dispatch_args;
+
+/* Text of the last error of this thread. */
+EP_API const char* epc_last_error(void);
+EP_API uint32_t epc_abi_version(void);
+/* name: "config", "step_info", "received", "dispatch_args", "fault". 0 if unknown. */
+EP_API uint64_t epc_struct_size(const char* name);
+/* Devices of this host; EP_EUSAGE with the reason when there is no driver or no device. */
+EP_API int epc_device_count(uint32_t* count);
+
+/* Bytes of a rank's data region on a GPU (ep_layout's data and the GPU parts behind it). */
+EP_API int epc_region_bytes(const ep_geometry* geometry, uint64_t* bytes);
+/* A zeroed VMM allocation on `device`, exported as a POSIX fd that alone keeps it alive. Returns the fd. */
+EP_API int epc_region_create(const ep_geometry* geometry, uint32_t device);
+
+/* Maps the own region and the header (ep_header_format), reserves address space for all ranks, allocates everything
+ * that steps will use, and holds the header's runner lock while `hold` is 1. fds stay the caller's. */
+EP_API int epc_context_create(const epc_config* config, int data_fd, int header_fd, uint32_t hold, epc_context** out);
+EP_API void epc_context_destroy(epc_context* context);
+/* Maps a peer's region; its address never changes, and a dropped peer's may be mapped anew. */
+EP_API int epc_peer_map(epc_context* context, uint32_t rank, int data_fd);
+EP_API int epc_peer_drop(epc_context* context, uint32_t rank);
+/* Writes the view's bank (epoch mod 4) and makes it visible to the next barrier. All members must be mapped. */
+EP_API int epc_stage(epc_context* context, const ep_view* view);
+/* The same from a bank image (ep_bank_write). */
+EP_API int epc_stage_bank(epc_context* context, const void* image, uint64_t bytes);
+
+EP_API int epc_step_begin(epc_context* context, uint32_t tokens, void* stream);
+EP_API int epc_step_end(epc_context* context, void* stream);
+EP_API int epc_dispatch(epc_context* context, const epc_dispatch_args* args, void* stream);
+EP_API int epc_dispatch_send(epc_context* context, const epc_dispatch_args* args, void* stream);
+EP_API int epc_dispatch_recv(epc_context* context, const epc_dispatch_args* args, void* stream);
+EP_API int epc_combine(epc_context* context, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype,
+                       void* stream);
+EP_API int epc_combine_send(epc_context* context, uint32_t exchange, uint32_t channel, void* stream);
+EP_API int epc_combine_recv(epc_context* context, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype,
+                            void* stream);
+EP_API int epc_received_of(epc_context* context, uint32_t exchange, uint32_t channel, epc_received* out);
+/* Tears the running step for all, in stream order. */
+EP_API int epc_tear(epc_context* context, void* stream);
+
+/* How rows move (epc_config.pinned_plan) and how many SMs a kernel may take, from the next launch on. */
+EP_API int epc_tune(epc_context* context, uint32_t pinned_plan, uint32_t num_sms);
+
+/* The last barrier and step end that the stream has executed; the caller has synchronised the stream. */
+EP_API int epc_step_result(epc_context* context, epc_step_info* info, epc_fault* fault);
+/* Device address of a u32: 1 when the last ended step was complete. */
+EP_API int epc_complete_flag(epc_context* context, void** device_pointer);
+/* [layers][experts] since the start; synchronises the device. */
+EP_API int epc_loads(epc_context* context, uint64_t* loads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,71 @@
+// Launch functions of the kernels, one per file that compiles them.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <initializer_list>
+
+#include "device.h"
+
+namespace epc {
+
+constexpr u32 kBulkWarps = 8;
+constexpr u32 kBulkBarrierBytes = 1024;
+constexpr u32 kPushStages = 3, kPushPiece = 8192;   // dispatch: pieces of a row in flight per warp
+constexpr u32 kPullStages = 8, kPullPiece = 2048;   // combine: a piece is summed in registers
+constexpr u32 kPushShared = kBulkBarrierBytes + kBulkWarps * kPushStages * kPushPiece;
+constexpr u32 kPullShared = kBulkBarrierBytes + kBulkWarps * kPullStages * kPullPiece;
+
+enum class Payload { kRaw, kBulk, kFromFp32, kFromFp16, kFromBf16 };
+
+struct Shape {
+  u32 grid, threads, shared;
+  bool early;  // programmatic dependent launch
+};
+
+cudaError_t launch_dispatch(const DispatchArgs& a, Payload payload, const Shape& shape, cudaStream_t stream);
+cudaError_t launch_combine(const CombineArgs& a, bool bulk, const Shape& shape, cudaStream_t stream);
+cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream);
+cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream);
+cudaError_t load_dispatch();
+cudaError_t load_combine();
+cudaError_t load_barrier();
+cudaError_t load_expand();
+cudaError_t launch_tear(const Domain& d, cudaStream_t stream);
+u64 barrier_scratch_bytes(u32 ranks);
+// Rows from arrival order into the layout of the expert kernel, and the outputs' sums per token (expand.cu).
+cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+
+template <class Args>
+cudaError_t launch(void (*kernel)(const Args), const Args& args, const Shape& shape, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.grid);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = shape.early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// Loads a kernel now: a first launch that loads code could wait for a kernel that waits for its peer.
+template <class Kernel>
+cudaError_t load(Kernel kernel, u32 shared = 0) {
+  cudaFuncAttributes ignored;
+  cudaError_t bad = cudaFuncGetAttributes(&ignored, kernel);
+  if (bad == cudaSuccess && shared > 48 * 1024)
+    bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  return bad;
+}
+
+// The first error of several calls.
+inline cudaError_t first_of(std::initializer_list<cudaError_t> all) {
+  for (cudaError_t e : all)
+    if (e != cudaSuccess) return e;
+  return cudaSuccess;
+}
+
+}  // namespace epc

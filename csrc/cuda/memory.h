@@ -1,0 +1,28 @@
+// Regions in device memory: VMM allocations behind POSIX fds, mapped at addresses that never change.
+#pragma once
+#include "driver.h"
+#include "gpu_layout.h"
+
+namespace epc {
+
+u64 granular(u64 bytes);
+
+// Address space for the regions of all ranks, and what is mapped into it.
+class RegionMap {
+ public:
+  ~RegionMap();
+  int reserve(u32 device, u32 ranks, u64 bytes);
+  int map(u32 rank, int fd);
+  int drop(u32 rank);
+  bool mapped(u32 rank) const { return mapped_[rank]; }
+  u8* base() const { return reinterpret_cast<u8*>(base_); }
+  u64 stride() const { return stride_; }
+
+ private:
+  CUdeviceptr base_ = 0;
+  u64 stride_ = 0, bytes_ = 0;
+  u32 device_ = 0, ranks_ = 0;
+  bool mapped_[kMaxRanks] = {};
+};
+
+}  // namespace epc

@@ -1,0 +1,150 @@
+// Waiting for a peer, and tearing the step when that can come to nothing (design: protocol, sections 2 and 3).
+#pragma once
+#include "device.h"
+#include "ptx.cuh"
+
+#ifndef EPC_FAULT_CHECKS
+#define EPC_FAULT_CHECKS 1  // 0 only to measure what they cost
+#endif
+
+namespace epc {
+
+constexpr u32 kPollsPerCheck = 256;  // about 0.2 ms between looks at the slow words
+
+// This kernel's place in time, read once per thread.
+struct Now {
+  u64 step, epoch, tag;
+  u32 torn, bank, members, sequence;
+  u32 peer;  // the member that this thread speaks to, when its index is below `members`
+};
+
+__device__ __forceinline__ Now read_now(const Domain& d, const Exchange& x) {
+  const State* s = d.state;
+  Now n;
+  n.step = s->step;
+  n.epoch = s->epoch;
+  n.torn = *reinterpret_cast<const volatile u32*>(&s->torn);
+  n.bank = s->bank;
+  n.members = s->members;
+  n.peer = s->member[threadIdx.x % kMaxRanks];
+  n.sequence = *reinterpret_cast<const volatile u32*>(&s->sequence[x.channel]);
+  n.tag = ep::make_tag(n.step, n.epoch, n.sequence + 1, x.index);
+  return n;
+}
+
+// A flag that this exchange can never turn into `want`: its writer is in a later step, in this step under another
+// view, or further in it than a rank that waits for us can be.
+__device__ __forceinline__ bool passed_by(u64 seen, u64 want) {
+  const u64 seen_step = ep::tag_step(seen), want_step = ep::tag_step(want);
+  if (seen_step != want_step) return seen_step > want_step;
+  if (ep::tag_epoch(seen) != ep::tag_epoch(want)) return true;
+  const u64 mask = ep::kMaxSequence;
+  const u64 seen_sequence = seen >> ep::kTagSequenceShift & mask, want_sequence = want >> ep::kTagSequenceShift & mask;
+  return seen_sequence > want_sequence || (seen_sequence == want_sequence && seen != want);
+}
+
+// Leave cells first, then a fence, then our own word: peers must learn of it before anything can look finished here.
+static __device__ __noinline__ void tear(const Domain& d, u32 phase, u32 exchange, u32 why, u32 rank) {
+  State* s = d.state;
+  if (atomicExch(&s->tearing, 1u) != 0) return;
+  const u64 step = s->step;
+  epc_fault* f = &d.record->fault;
+  f->step = step;
+  f->epoch = s->epoch;
+  f->phase = phase;
+  f->exchange = exchange;
+  f->why = why;
+  f->rank = rank;
+  const u64 mark = ep::make_leave(step, s->epoch, ep::kLeaveTorn);
+  for (u32 i = 0; i < s->members; ++i) {
+    const u32 r = s->member[i];
+    if (r != d.me) store_relaxed(reinterpret_cast<u64*>(d.region(r) + d.leave + d.me * sizeof(ep::Flag)), mark);
+  }
+  fence_system();
+  store_relaxed(&s->torn, 1u);
+}
+
+// Whether any rank has left this step or a later one.
+__device__ __forceinline__ u32 who_left(const Domain& d, u64 step) {
+  const u8* leave = d.region(d.me) + d.leave;
+  for (u32 r = 0; r < d.ranks; ++r)
+    if (r != d.me && ep::leave_step(load_relaxed(reinterpret_cast<const u64*>(leave + r * sizeof(ep::Flag)))) >= step) return r;
+  return kNobody;
+}
+
+struct Waiter {
+  const Domain& d;
+  u32 phase, exchange, source;
+  u64 since = 0;
+
+  // The slow path. 0, or why the wait is over.
+  __device__ __noinline__ u32 check(u64 seen, u64 want, u32* who) {
+    State* s = d.state;
+    *who = source;
+    if (load_relaxed(&s->torn)) return EPC_WHY_TORN_HERE;
+    if (passed_by(seen, want)) return EPC_WHY_PASSED_BY;
+    const u32 left = who_left(d, ep::tag_step(want));
+    if (left != kNobody) {
+      *who = left;
+      return EPC_WHY_PEER_LEFT;
+    }
+    const ep::Header* h = d.header;
+    if (load_relaxed(reinterpret_cast<const u32*>(&h->dead[source])) >= s->incarnations[source]) return EPC_WHY_PEER_DEAD;
+    if (load_relaxed(reinterpret_cast<const u32*>(&h->fenced)) >= s->incarnation) {
+      *who = d.me;
+      return EPC_WHY_FENCED;
+    }
+    const u64 now = wall_ns();
+    if (!since) since = now;
+    if (now - since > d.exchange_timeout_ns) return EPC_WHY_TIMEOUT;
+    if (now - since > d.suspect_ns && blockIdx.x == 0) record_wait();
+    return 0;
+  }
+
+  // For the daemon, so that a hung rank can be told from a slow one.
+  __device__ void record_wait() {
+    ep::WaitRecord* w = &d.header->wait;
+    store_relaxed(reinterpret_cast<u32*>(&w->exchange), exchange);
+    store_relaxed(reinterpret_cast<u32*>(&w->rank), source);
+    store_relaxed(reinterpret_cast<u64*>(&w->since_ns), since + u64(d.monotonic_offset_ns));
+    store_relaxed(reinterpret_cast<u32*>(&w->phase), phase);
+  }
+
+  __device__ __forceinline__ void done() {
+    if (since && blockIdx.x == 0) store_relaxed(reinterpret_cast<u32*>(&d.header->wait.phase), kPhaseNone);
+  }
+};
+
+__device__ __forceinline__ u64 tag_of(u64 v) { return v; }
+__device__ __forceinline__ u64 tag_of(const TaggedWord& v) { return v.tag; }
+
+// Polls until the flag carries `want` (true, with what it vouches for) or the step is torn (false).
+template <class T>
+__device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 want, u32 source, u32 phase, u32 exchange, T* got) {
+  T v = load_acquire(flag);
+  if (tag_of(v) == want) {
+    *got = v;
+    return true;
+  }
+  Waiter waiter{d, phase, exchange, source};
+  for (u32 polls = 1;; ++polls) {
+    v = load_acquire(flag);
+    if (tag_of(v) == want) break;
+#if EPC_FAULT_CHECKS
+    if (polls % kPollsPerCheck == 0) {
+      u32 who;
+      const u32 why = waiter.check(tag_of(v), want, &who);
+      if (why) {
+        waiter.done();
+        tear(d, phase, exchange, why, who);
+        return false;
+      }
+    }
+#endif
+  }
+  waiter.done();
+  *got = v;
+  return true;
+}
+
+}  // namespace epc

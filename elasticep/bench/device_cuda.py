@@ -1,0 +1,115 @@
+"""Torch tensors over the CUDA data plane, for tests and benchmarks."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from elasticep.native import abi
+from elasticep.native import cuda as native
+
+TORCH_DTYPES: Final[dict[abi.Dtype, torch.dtype]] = {
+    abi.Dtype.FP32: torch.float32,
+    abi.Dtype.FP16: torch.float16,
+    abi.Dtype.BF16: torch.bfloat16,
+    abi.Dtype.FP8: torch.float8_e4m3fn,
+    abi.Dtype.MXFP8: torch.float8_e4m3fn,
+    abi.Dtype.NVFP4: torch.uint8,
+}
+
+
+class _Array:
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def over(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
+    """A tensor over device memory that somebody else owns."""
+    count = dtype.itemsize
+    for n in shape:
+        count *= n
+    if count == 0:
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
+    flat = torch.as_tensor(_Array(address, count), device=f"cuda:{device}")
+    return flat.view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Tensors of `native.Received`; absent parts are None.
+
+    Attributes:
+        rows: [rows, row elements] of the dispatch dtype (bytes for nvfp4).
+        scales: [rows, scale_bytes] uint8.
+        ids: [source rows of all ranks, topk] int32.
+        weights: the same shape, float32.
+        counts: int32 rows per slot (or one count of arrived rows).
+        offsets: int32 [slots + 1].
+        out: [out rows, hidden] of the combine dtype.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor | None
+    offsets: torch.Tensor | None
+    out: torch.Tensor
+
+
+def arrived(context: native.CudaContext, exchange: int, channel: int = 0) -> Arrived:
+    """The fixed tensors of one channel of an exchange."""
+    g, device = context.geometry, context.config.device
+    raw: Any = context.received(exchange, channel)
+    config = g.exchange[exchange]
+    dtype = TORCH_DTYPES[abi.Dtype(config.dispatch_dtype)]
+    out_dtype = TORCH_DTYPES[abi.Dtype(config.combine_dtype)]
+    entries = (g.max_ranks * raw.source_rows, g.topk)
+    contiguous = config.layout == abi.RowLayout.CONTIGUOUS
+    one_run = config.layout == abi.RowLayout.ARRIVAL
+    scales = None
+    if raw.scales:
+        scales = over(raw.scales, (raw.rows_count, raw.scale_bytes), torch.uint8, device)
+    counts = None
+    if raw.slot_counts:
+        counts = over(raw.slot_counts, (1 if one_run else g.slots,), torch.int32, device)
+    return Arrived(
+        rows=over(raw.rows, (raw.rows_count, raw.row_bytes // dtype.itemsize), dtype, device),
+        scales=scales,
+        ids=over(raw.ids, entries, torch.int32, device),
+        weights=over(raw.weights, entries, torch.float32, device),
+        counts=counts,
+        offsets=over(raw.slot_offsets, (g.slots + 1,), torch.int32, device) if contiguous else None,
+        out=over(raw.out, (raw.out_rows, g.hidden), out_dtype, device),
+    )
+
+
+def dispatch_args(
+    exchange: int,
+    layer: int,
+    x: torch.Tensor,
+    x_dtype: abi.Dtype,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    lost: torch.Tensor | None = None,
+    channel: int = 0,
+) -> native.DispatchArgs:
+    """Arguments of a dispatch; the tensors must live until it has run."""
+    return native.DispatchArgs(
+        exchange=exchange,
+        channel=channel,
+        layer=layer,
+        tokens=x.shape[0],
+        x_dtype=int(x_dtype),
+        ids_bytes=ids.element_size(),
+        x=x.data_ptr(),
+        x_scales=None,
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        lost=lost.data_ptr() if lost is not None else None,
+    )

@@ -1,0 +1,357 @@
+"""Times dispatch + combine on GPUs, NCCL beside it (`bench exchange --device cuda`).
+
+Cold L2 and aligned ranks before every run; the whole operation is timed (routing, flags, waits);
+medians over runs, the maximum over ranks.
+"""
+
+import argparse
+import functools
+import json
+import socket
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from elasticep.bench import fleet_cuda
+from elasticep.bench.device_cuda import TORCH_DTYPES, arrived, dispatch_args
+from elasticep.native import abi
+from elasticep.native import cuda as native
+
+LINK_GB_S: Final = 358.0
+"""Store rate of NVLink between two H200 measured with all SMs, one direction."""
+FLAG_US: Final = 1.31
+"""One flag across the link, measured."""
+FLUSH_BYTES: Final = 256 << 20
+SLEEP_CYCLES: Final = 1_500_000
+DECODE_CAP: Final = 128
+PREFILL_CAP: Final = 4096
+MODELS: Final[dict[str, tuple[int, int, int]]] = {
+    "deepseek-v4.1-flash": (5120, 384, 6),
+    "deepseek-v3": (7168, 256, 8),
+}
+"""Hidden, experts, top-k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An exchange as it is timed.
+
+    Attributes:
+        name: as printed.
+        layout: in what order rows are handed to the expert kernel.
+        dispatch: wire format out.
+    """
+
+    name: str
+    layout: abi.RowLayout
+    dispatch: abi.Dtype
+
+
+VARIANTS: Final = (
+    Variant("ROUTED", abi.RowLayout.ROUTED, abi.Dtype.BF16),
+    Variant("ROUTED fp8", abi.RowLayout.ROUTED, abi.Dtype.FP8),
+    Variant("EXPAND masked", abi.RowLayout.MASKED, abi.Dtype.BF16),
+    Variant("EXPAND contiguous", abi.RowLayout.CONTIGUOUS, abi.Dtype.BF16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the result. Times in microseconds; `remote` counts bytes that cross the link."""
+
+    model: str
+    variant: str
+    tokens: int
+    total_us: float
+    dispatch_us: float
+    combine_us: float
+    graph_us: float
+    limit_us: float
+    remote_mib: float
+    nccl_us: float
+    barrier_us: float
+
+
+def model_geometry(hidden: int, experts: int, topk: int, ranks: int) -> bytes:
+    """A group with every variant as a decode and a prefill exchange."""
+    g = abi.Geometry(
+        layers=1,
+        experts=experts,
+        topk=topk,
+        hidden=hidden,
+        slots=-(-experts // ranks),
+        max_ranks=ranks,
+        exchanges=2 * len(VARIANTS),
+        launch=int(abi.Launch.INLINE),
+    )
+    for i, v in enumerate(VARIANTS):
+        for j, cap in enumerate((DECODE_CAP, PREFILL_CAP)):
+            g.exchange[2 * i + j] = abi.ExchangeConfig(
+                copies=int(abi.Copies.PER_RANK),
+                layout=int(v.layout),
+                dispatch_dtype=int(v.dispatch),
+                combine_dtype=int(abi.Dtype.BF16),
+                reduce=int(abi.Reduce.PER_RANK),
+                max_tokens=cap,
+                channels=1,
+            )
+    return bytes(g)
+
+
+class Timer:
+    """Times calls as described above; every rank calls it with the same arguments."""
+
+    def __init__(self, context: native.CudaContext, runs: int) -> None:
+        self.context = context
+        self.runs = runs
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.one = torch.ones(1, device="cuda")
+
+    def __call__(self, calls: list[Callable[[], None]], tokens: int) -> list[float]:
+        """Median of each call and, last, of all of them without a gap; maximum over ranks."""
+        spans: list[list[float]] = [[] for _ in range(len(calls) + 1)]
+        for i in range(2 * (self.runs + 3)):
+            split = i % 2 == 0
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+            stream = torch.cuda.current_stream().cuda_stream
+            self.flush.zero_()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            self.context.step_begin(tokens, stream)
+            dist.all_reduce(self.one)
+            marks[0].record()
+            for j, call in enumerate(calls):
+                call()
+                if split and j + 1 < len(calls):
+                    marks[j + 1].record()
+            marks[-1].record()
+            self.context.step_end(stream)
+            torch.cuda.synchronize()
+            if i < 6:
+                continue
+            if not split:
+                spans[-1].append(marks[0].elapsed_time(marks[-1]) * 1e3)
+                continue
+            for j in range(len(calls)):
+                spans[j].append(marks[j].elapsed_time(marks[j + 1]) * 1e3)
+        values = torch.tensor([statistics.median(s) for s in spans], device="cuda")
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return [float(v) for v in values.tolist()]
+
+
+def steady_us(context: native.CudaContext, pair: Callable[[], None], tokens: int) -> float:
+    """Microseconds per dispatch + combine inside one captured step of 20 of them."""
+    repeats = 20
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        context.step_begin(tokens, stream)
+        for _ in range(repeats):
+            pair()
+        context.step_end(stream)
+    empty = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(empty):
+        stream = torch.cuda.current_stream().cuda_stream
+        context.step_begin(tokens, stream)
+        context.step_end(stream)
+    spans: dict[bool, list[float]] = {False: [], True: []}
+    one = torch.ones(1, device="cuda")
+    for i in range(24):
+        full = i % 2 == 0
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        dist.all_reduce(one)
+        begin.record()
+        (graph if full else empty).replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 4:
+            spans[full].append(begin.elapsed_time(end) * 1e3)
+    one_pair = (statistics.median(spans[True]) - statistics.median(spans[False])) / repeats
+    value = torch.tensor([one_pair], device="cuda")
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def remote_rows(ids: torch.Tensor, experts: int, ranks: int, me: int) -> int:
+    """(token, rank) pairs whose rank is not this one."""
+    owner = ids // -(-experts // ranks)
+    hit = torch.zeros(ids.shape[0], ranks, dtype=torch.bool, device=ids.device)
+    hit.scatter_(1, owner, True)
+    return int(hit.sum() - hit[:, me].sum())
+
+
+def connect(member: fleet_cuda.Member, port: int) -> tuple[int, native.CudaContext]:
+    """Joins NCCL and stages the first view; once per process."""
+    ((rank, context),) = member.contexts.items()
+    if not dist.is_initialized():
+        torch.cuda.set_device(member.device)
+        dist.init_process_group(
+            "nccl",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=len(member.spec.ranks()),
+            device_id=torch.device("cuda", member.device),
+        )
+    g = member.spec.shape()
+    ranks = member.spec.ranks()
+    experts, weights = fleet_cuda.uniform_placement(g, ranks)
+    context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
+    return rank, context
+
+
+def time_model(
+    member: fleet_cuda.Member,
+    model: str,
+    tokens: list[int],
+    variants: list[str],
+    port: int,
+    runs: int = 30,
+    plan: int = 0,
+    num_sms: int = 0,
+    extras: bool = True,
+) -> list[dict[str, Any]]:
+    """Runs in every child: all lines of one model."""
+    rank, context = connect(member, port)
+    context.tune(native.Plan(plan), num_sms)
+    hidden, experts, topk = MODELS[model]
+    ranks = len(member.spec.ranks())
+    timer = Timer(context, runs)
+    lines = []
+    for count in tokens:
+        generator = torch.Generator("cuda").manual_seed(100 + rank)
+        x = torch.randn(count, hidden, device="cuda", generator=generator).bfloat16()
+        scores = torch.randn(count, experts, device="cuda", generator=generator)
+        ids = scores.topk(topk, -1)[1].int()
+        weights = torch.rand(count, topk, device="cuda", generator=generator)
+        out = torch.empty_like(x)
+        gathered = torch.empty(ranks * count, hidden, dtype=x.dtype, device="cuda")
+        nccl = 0.0
+        if extras:
+            calls = [
+                functools.partial(dist.all_gather_into_tensor, gathered, x),
+                functools.partial(dist.reduce_scatter_tensor, out, gathered),
+            ]
+            nccl = timer(calls, count)[-1]
+        remote = remote_rows(ids, experts, ranks, rank)
+        for i, v in enumerate(VARIANTS):
+            if v.name not in variants:
+                continue
+            index = 2 * i + (count > DECODE_CAP)
+            arrived(context, index).out.normal_()
+            args = dispatch_args(index, 0, x, abi.Dtype.BF16, ids, weights)
+
+            def send(args: native.DispatchArgs = args) -> None:
+                context.dispatch(args, torch.cuda.current_stream().cuda_stream)
+
+            def back(index: int = index, out: torch.Tensor = out) -> None:
+                stream = torch.cuda.current_stream().cuda_stream
+                context.combine(index, 0, out.shape[0], out.data_ptr(), abi.Dtype.BF16, stream)
+
+            torch.cuda.synchronize()
+            dist.barrier()
+            dispatch, combine, total = timer([send, back], count)
+            result = context.result()
+            if not result.complete:
+                raise RuntimeError(f"{v.name} {count}: torn, why {result.fault.why}")
+
+            def pair(send: Callable[[], None] = send, back: Callable[[], None] = back) -> None:
+                send()
+                back()
+
+            graph = steady_us(context, pair, count) if extras else 0.0
+            out_bytes = hidden * 2 if v.dispatch == abi.Dtype.BF16 else hidden + hidden // 32
+            moved = remote * (out_bytes + hidden * 2)
+            lines.append(
+                asdict(
+                    Line(
+                        model=model,
+                        variant=v.name,
+                        tokens=count,
+                        total_us=total,
+                        dispatch_us=dispatch,
+                        combine_us=combine,
+                        graph_us=graph,
+                        limit_us=moved / LINK_GB_S / 1e3 + 2 * FLAG_US,
+                        remote_mib=moved / 2**20,
+                        nccl_us=nccl,
+                        barrier_us=result.barrier_ns / 1e3,
+                    )
+                )
+            )
+    return lines
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def measure(
+    models: list[str], tokens: list[int], variants: list[str], **options: Any
+) -> list[dict[str, Any]]:
+    """All lines of `models`, from two processes on two GPUs."""
+    lines: list[dict[str, Any]] = []
+    for model in models:
+        spec = fleet_cuda.FleetSpec(
+            geometry=model_geometry(*MODELS[model], ranks=2),
+            devices=(0, 1),
+            seats=((0,), (1,)),
+        )
+        with fleet_cuda.Fleet(spec) as fleet:
+            arguments = {"model": model, "tokens": tokens, "variants": variants}
+            target = "elasticep.bench.exchange_cuda:time_model"
+            results = fleet.run(target, 300.0, port=free_port(), **arguments, **options)
+            lines += results[0]
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The lines as a Markdown table."""
+    head = (
+        "| model | variant | tokens | total us | dispatch | combine | in a graph | limit | NCCL |"
+    )
+    rows = [head, "|---|---|---|---|---|---|---|---|---|"]
+    rows += [
+        f"| {x['model']} | {x['variant']} | {x['tokens']} | {x['total_us']:.1f} | "
+        f"{x['dispatch_us']:.1f} | {x['combine_us']:.1f} | {x['graph_us']:.1f} | "
+        f"{x['limit_us']:.1f} | {x['nccl_us']:.1f} |"
+        for x in lines
+    ]
+    return "\n".join(rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench exchange --device cuda`."""
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[8, 64, 128, 512, 4096])
+    names = [v.name for v in VARIANTS]
+    parser.add_argument("--variants", nargs="*", default=names, choices=names)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--num-sms", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the lines to this file as well")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Measures and returns the table."""
+    lines = measure(
+        arguments.models,
+        arguments.tokens,
+        arguments.variants,
+        runs=arguments.runs,
+        num_sms=arguments.num_sms,
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(lines, indent=1))
+    return table(lines)
+
+
+__all__ = ["TORCH_DTYPES", "add_arguments", "measure", "run", "table", "time_model"]

@@ -1,0 +1,121 @@
+"""Enums and structures of `csrc/cuda/elasticep_cuda.h`, in its order, for ctypes."""
+
+import enum
+from ctypes import Structure, c_uint32, c_uint64, c_void_p
+
+from elasticep.native import abi
+
+
+class Why(enum.IntEnum):
+    """`enum epc_why`: why a step was torn on this rank."""
+
+    NONE = 0
+    TORN_HERE = 1
+    PASSED_BY = 2
+    PEER_LEFT = 3
+    PEER_DEAD = 4
+    FENCED = 5
+    TIMEOUT = 6
+    ENGINE = 7
+
+
+class StepStatus(enum.IntEnum):
+    """`enum epc_step_status`: what the step barrier decided."""
+
+    RUN = 0
+    DOOMED = 1
+    TIMEOUT = 2
+    EXPELLED = 3
+    NO_VIEW = 4
+
+
+class Plan(enum.IntEnum):
+    """How rows move; `AUTOMATIC` chooses by size, the others are for measurements."""
+
+    AUTOMATIC = 0
+    VECTOR = 1
+    BULK = 2
+
+
+class Fault(Structure):
+    """`epc_fault`."""
+
+    _fields_ = (
+        ("step", c_uint64),
+        ("epoch", c_uint64),
+        ("why", c_uint32),
+        ("phase", c_uint32),
+        ("exchange", c_uint32),
+        ("rank", c_uint32),
+    )
+
+
+class StepInfo(Structure):
+    """`epc_step_info`."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("step", c_uint64),
+        ("digest", c_uint64),
+        ("barrier_ns", c_uint64),
+        ("status", c_uint32),
+        ("members", c_uint32),
+        ("complete", c_uint32),
+        ("ended", c_uint32),
+        ("incarnation", c_uint32 * abi.MAX_RANKS),
+        ("tokens", c_uint32 * abi.MAX_RANKS),
+    )
+
+
+class Config(Structure):
+    """`epc_config`."""
+
+    _fields_ = (
+        ("geometry", abi.Geometry),
+        ("rank", c_uint32),
+        ("incarnation", c_uint32),
+        ("device", c_uint32),
+        ("ranks_on_device", c_uint32),
+        ("num_sms", c_uint32),
+        ("count_loads", c_uint32),
+        ("pinned_plan", c_uint32),
+        ("reserved", c_uint32 * 9),
+    )
+
+
+class Received(Structure):
+    """`epc_received`: device addresses, the same for the life of the context."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("scales", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("slot_counts", c_void_p),
+        ("slot_offsets", c_void_p),
+        ("out", c_void_p),
+        ("rows_count", c_uint64),
+        ("source_rows", c_uint64),
+        ("row_bytes", c_uint64),
+        ("scale_bytes", c_uint64),
+        ("out_rows", c_uint64),
+        ("out_row_bytes", c_uint64),
+    )
+
+
+class DispatchArgs(Structure):
+    """`epc_dispatch_args`."""
+
+    _fields_ = (
+        ("exchange", c_uint32),
+        ("channel", c_uint32),
+        ("layer", c_uint32),
+        ("tokens", c_uint32),
+        ("x_dtype", c_uint32),
+        ("ids_bytes", c_uint32),
+        ("x", c_void_p),
+        ("x_scales", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("lost", c_void_p),
+    )

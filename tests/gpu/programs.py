@@ -1,0 +1,228 @@
+"""What the children of a fleet run in the tests: exchanges with toy experts, against float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elasticep.bench.device_cuda import TORCH_DTYPES, Arrived, arrived, dispatch_args
+from elasticep.bench.fleet_cuda import Member, uniform_placement
+from elasticep.native import abi
+from elasticep.native import cuda as native
+
+FLOATS = (abi.Dtype.FP32, abi.Dtype.FP16, abi.Dtype.BF16)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Largest relative error (Frobenius) of a whole exchange, by what travels out and back.
+BOUNDS = {
+    abi.Dtype.FP32: 2e-6,
+    abi.Dtype.FP16: 1e-3,
+    abi.Dtype.BF16: 8e-3,
+    abi.Dtype.FP8: 4e-2,
+    abi.Dtype.MXFP8: 4e-2,
+    abi.Dtype.NVFP4: 2e-1,
+}
+
+
+@dataclass
+class Seat:
+    """One rank held by this process."""
+
+    rank: int
+    context: native.CudaContext
+    stream: torch.cuda.Stream
+    generator: torch.Generator
+    slot_expert: torch.Tensor  # [layers, slots] of this rank
+    factors: torch.Tensor  # [experts, hidden]: expert e multiplies a row by factors[e]
+
+
+def seats_of(member: Member) -> list[Seat]:
+    """Made once per process; stages the first view."""
+    if "seats" in member.notes:
+        return member.notes["seats"]
+    torch.cuda.set_device(member.device)
+    g = member.spec.shape()
+    ranks = member.spec.ranks()
+    experts, weights = uniform_placement(g, ranks)
+    seats = []
+    for rank, context in member.contexts.items():
+        device = f"cuda:{member.device}"
+        generator = torch.Generator(device).manual_seed(7)
+        factors = torch.rand(g.experts, g.hidden, device=device, generator=generator) + 0.5
+        generator.manual_seed(1000 + rank)
+        context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
+        seats.append(
+            Seat(rank, context, torch.cuda.Stream(), generator, table(g, rank, experts), factors)
+        )
+    torch.cuda.synchronize()
+    member.notes["seats"] = seats
+    return seats
+
+
+def table(g: abi.Geometry, rank: int, slot_expert: list[int]) -> torch.Tensor:
+    """[layers, slots] of a rank, on the current device."""
+    whole = torch.tensor(slot_expert, dtype=torch.long, device="cuda")
+    return whole.view(g.layers, g.max_ranks, g.slots)[:, rank].contiguous()
+
+
+def decode_rows(a: Arrived, dtype: abi.Dtype, hidden: int) -> torch.Tensor:
+    """Arrived rows as float32 [rows, hidden]."""
+    if dtype in FLOATS:
+        return a.rows.float()
+    assert a.scales is not None
+    n = a.rows.shape[0]
+    if dtype == abi.Dtype.FP8:
+        scale = a.scales.view(torch.float32).repeat_interleave(128, 1)
+        return a.rows.float() * scale
+    if dtype == abi.Dtype.MXFP8:
+        scale = torch.exp2(a.scales.float() - 127).repeat_interleave(32, 1)
+        return a.rows.float() * scale
+    values = torch.tensor([*FP4, *(-v for v in FP4)], device=a.rows.device)
+    codes = torch.stack((a.rows & 15, a.rows >> 4), -1).view(n, hidden).long()
+    scale = a.scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    return values[codes] * scale
+
+
+def run_experts(seat: Seat, exchange: int, layer: int) -> None:
+    """The toy expert kernel: reads what arrived in any layout and writes what is owed."""
+    g = seat.context.geometry
+    config = g.exchange[exchange]
+    a = arrived(seat.context, exchange)
+    a.out.fill_(float("nan"))  # rows that are not owed must never be read
+    per_expert = config.reduce == abi.Reduce.PER_EXPERT
+    rows = decode_rows(a, abi.Dtype(config.dispatch_dtype), g.hidden)
+    of_slot = seat.slot_expert[layer]
+    if config.layout in (abi.RowLayout.CONTIGUOUS, abi.RowLayout.MASKED):
+        assert a.counts is not None
+        room = config.masked_room or g.max_ranks * config.max_tokens
+        for slot in torch.nonzero(a.counts).flatten().tolist():
+            start = int(a.offsets[slot]) if a.offsets is not None else slot * room
+            stop = start + int(a.counts[slot])
+            assert start % 128 == 0 or config.layout == abi.RowLayout.MASKED
+            y = rows[start:stop] * seat.factors[of_slot[slot]]
+            a.out[start:stop] = y.to(a.out.dtype)
+        return
+    ids = a.ids.long()
+    if config.cpu_sync and a.counts is not None:
+        ids = ids.clone()
+        ids[int(a.counts[0]) :] = -1
+    out = a.out.view(ids.shape[0], -1, g.hidden)
+    total = torch.zeros_like(rows)
+    for k in range(g.topk):
+        valid = ids[:, k] >= 0
+        y = rows[valid] * seat.factors[of_slot[ids[valid, k]]]
+        if per_expert:
+            out[valid, k] = y.to(out.dtype)
+        else:
+            total[valid] += a.weights[valid, k : k + 1] * y
+    if not per_expert:
+        come = (ids >= 0).any(1)
+        out[come, 0] = total[come].to(out.dtype)
+
+
+@dataclass
+class Batch:
+    """What one rank brings to one exchange."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
+def new_batch(seat: Seat, exchange: int, tokens: int, spread: float = 1.0) -> Batch:
+    """Fresh random inputs; some ids are -1."""
+    g = seat.context.geometry
+    config = g.exchange[exchange]
+    dtype = abi.Dtype(config.dispatch_dtype)
+    x_dtype = TORCH_DTYPES[dtype] if dtype in FLOATS else torch.bfloat16
+    device = seat.factors.device
+    x = torch.randn(tokens, g.hidden, device=device, generator=seat.generator) * spread
+    scores = torch.rand(tokens, g.experts, device=device, generator=seat.generator)
+    ids = scores.topk(g.topk, -1)[1]
+    if g.topk > 1:
+        drop = torch.rand(tokens, g.topk, device=device, generator=seat.generator) < 0.05
+        ids = torch.where(drop, -1, ids)
+    weights = torch.rand(tokens, g.topk, device=device, generator=seat.generator)
+    out_dtype = TORCH_DTYPES[abi.Dtype(config.combine_dtype)]
+    out = torch.full((tokens, g.hidden), float("nan"), dtype=out_dtype, device=device)
+    return Batch(x.to(x_dtype), ids, weights, out)
+
+
+def reference(seat: Seat, b: Batch) -> torch.Tensor:
+    """[tokens, hidden] float64, from the inputs alone."""
+    out = torch.zeros(b.out.shape, dtype=torch.float64, device=b.out.device)
+    for k in range(b.ids.shape[1]):
+        valid = b.ids[:, k] >= 0
+        part = b.x[valid].double() * seat.factors[b.ids[valid, k]].double()
+        out[valid] += b.weights[valid, k : k + 1].double() * part
+    return out
+
+
+def error_of(seat: Seat, b: Batch) -> float:
+    """Relative error; nan when anything was left unwritten."""
+    if b.out.numel() == 0:
+        return 0.0
+    want = reference(seat, b)
+    norm = want.norm().item()
+    difference = (b.out.double() - want).norm().item()
+    return difference / norm if norm else difference
+
+
+def x_dtype_of(config: Any) -> abi.Dtype:
+    dtype = abi.Dtype(config.dispatch_dtype)
+    return dtype if dtype in FLOATS else abi.Dtype.BF16
+
+
+def one_step(member: Member, plan: list[tuple[int, list[int]]]) -> dict[str, Any]:
+    """A step of the exchanges of `plan`: (exchange, tokens of each rank). All ranks of this
+    process are enqueued before anything waits, since their kernels wait for each other.
+    """
+    seats = seats_of(member)
+    g = member.spec.shape()
+    announced = plan[0][1] if plan else [0] * g.max_ranks
+    for seat in seats:
+        seat.context.step_begin(announced[seat.rank], seat.stream.cuda_stream)
+    errors: dict[int, float] = {}
+    for sequence, (exchange, tokens) in enumerate(plan):
+        layer = sequence % g.layers
+        batches = [new_batch(s, exchange, tokens[s.rank]) for s in seats]
+        torch.cuda.synchronize()
+        dtype = x_dtype_of(g.exchange[exchange])
+        for seat, b in zip(seats, batches, strict=True):
+            args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
+            seat.context.dispatch(args, seat.stream.cuda_stream)
+        torch.cuda.synchronize()
+        for seat in seats:
+            run_experts(seat, exchange, layer)
+        torch.cuda.synchronize()
+        out_dtype = abi.Dtype(g.exchange[exchange].combine_dtype)
+        for seat, b in zip(seats, batches, strict=True):
+            out = b.out.data_ptr() if b.out.numel() else 0
+            stream = seat.stream.cuda_stream
+            seat.context.combine(exchange, 0, b.x.shape[0], out, out_dtype, stream)
+        torch.cuda.synchronize()
+        for seat, b in zip(seats, batches, strict=True):
+            e = error_of(seat, b)
+            errors[exchange] = max(errors.get(exchange, 0.0), e) if e == e else float("nan")
+    for seat in seats:
+        seat.context.step_end(seat.stream.cuda_stream)
+    torch.cuda.synchronize()
+    results = [s.context.result() for s in seats]
+    return {
+        "errors": errors,
+        "complete": all(r.complete for r in results),
+        "status": [int(r.status) for r in results],
+        "why": [int(r.fault.why) for r in results],
+        "epochs": [r.epoch for r in results],
+        "steps": [r.step for r in results],
+    }
+
+
+def steps(member: Member, plans: list[list[tuple[int, list[int]]]]) -> list[dict[str, Any]]:
+    """Several steps after each other."""
+    return [one_step(member, plan) for plan in plans]
+
+
+def loads(member: Member) -> dict[int, list[list[int]]]:
+    """Load counters of every rank held here."""
+    return {seat.rank: seat.context.loads() for seat in seats_of(member)}

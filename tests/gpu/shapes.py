@@ -1,0 +1,65 @@
+"""Geometries and exchanges that the GPU tests use."""
+
+from elasticep.native import abi
+
+D, L, C, R = abi.Dtype, abi.RowLayout, abi.Copies, abi.Reduce
+
+
+def exchange(
+    cap: int,
+    copies: abi.Copies = C.PER_RANK,
+    layout: abi.RowLayout = L.ROUTED,
+    dispatch: abi.Dtype = D.BF16,
+    combine: abi.Dtype | None = None,
+    reduce: abi.Reduce = R.PER_RANK,
+    cpu_sync: bool = False,
+) -> abi.ExchangeConfig:
+    """One exchange; the combine dtype follows the dispatch dtype where that is a float."""
+    back = combine if combine is not None else dispatch if dispatch <= D.BF16 else D.BF16
+    return abi.ExchangeConfig(
+        copies=int(copies),
+        layout=int(layout),
+        dispatch_dtype=int(dispatch),
+        combine_dtype=int(back),
+        reduce=int(reduce),
+        cpu_sync=int(cpu_sync),
+        max_tokens=cap,
+        channels=1,
+    )
+
+
+def geometry(
+    ranks: int,
+    exchanges: list[abi.ExchangeConfig],
+    hidden: int = 512,
+    experts: int = 32,
+    topk: int = 4,
+    layers: int = 2,
+    slots: int = 0,
+) -> bytes:
+    """A group for `ranks` seats; slots default to one copy of every expert and two spare."""
+    g = abi.Geometry(
+        layers=layers,
+        experts=experts,
+        topk=topk,
+        hidden=hidden,
+        slots=slots or -(-experts // ranks) + 2,
+        max_ranks=ranks,
+        exchanges=len(exchanges),
+        launch=int(abi.Launch.INLINE),
+    )
+    for i, x in enumerate(exchanges):
+        g.exchange[i] = x
+    return bytes(g)
+
+
+PRESETS = {
+    "allgather": {"copies": C.ALL, "layout": L.ARRIVAL},
+    "routed": {},
+    "low_latency": {"copies": C.PER_EXPERT, "layout": L.MASKED},
+    "expand_masked": {"layout": L.MASKED},
+    "expand_sync": {"layout": L.CONTIGUOUS, "cpu_sync": True},
+    "normal": {"layout": L.ARRIVAL, "cpu_sync": True},
+    "routed_per_expert": {"reduce": R.PER_EXPERT},
+    "expand_per_expert": {"layout": L.CONTIGUOUS, "reduce": R.PER_EXPERT},
+}
