@@ -1,0 +1,111 @@
+#include "repair.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "pack.h"
+
+namespace ep::placement {
+namespace {
+
+constexpr int kReceivers = 6;   // ranks tried per copy before giving up
+constexpr int kSwapRounds = 6;  // rounds of exchange and split
+
+int count(const std::vector<uint8_t>& set) { return static_cast<int>(std::count(set.begin(), set.end(), 1)); }
+
+}  // namespace
+
+// The expert of the full set that can bring `rank` most of what is wanted, the one with fewest copies among equals.
+int Repair::pick_expert(const Layer& layer, int rank, int64_t wanted) const {
+  int best = -1;
+  std::tuple<int64_t, int, int> best_cost;
+  for (int from = 0; from < layer.cluster.ranks; from++) {
+    if (!cut_[from]) continue;
+    const int first = from * layer.cluster.slots;
+    for (int at = first; at < first + layer.cluster.capacity[from]; at++) {
+      const int e = layer.slot[at];
+      if (e < 0 || layer.share[at] == 0) continue;
+      const auto cost = std::make_tuple(-std::min(layer.load[e], wanted), static_cast<int>(layer.where[e].size()), e);
+      if ((best >= 0 && cost >= best_cost) || layer.holds(e, rank)) continue;
+      best = e, best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// The copy on `rank` that is missed least: of an expert with most copies, unused ones first.
+int Repair::pick_victim(const Layer& layer, int rank, bool bare) const {
+  int best = -1;
+  std::tuple<int, int64_t, int> best_cost;
+  const int first = rank * layer.cluster.slots;
+  for (int at = first; at < first + layer.cluster.capacity[rank]; at++) {
+    const int e = layer.slot[at];
+    if (e < 0) continue;
+    const int copies = layer.open_copies(e);
+    if (copies < (bare ? 2 : 3)) continue;
+    const auto cost = std::make_tuple(-std::min(copies, 3), layer.share[at], at);
+    if (best < 0 || cost < best_cost) best = at, best_cost = cost;
+  }
+  return best;
+}
+
+// Makes the change and splits anew; keeps it if the maximum falls, or if as few ranks are stuck at it as never
+// before; else takes it back.
+bool Repair::attempt(Layer& layer, int cell, const Trial& trial, int64_t& highest) {
+  const int gone = trial.victim < 0 ? -1 : layer.slot[trial.victim];
+  if (trial.victim >= 0) layer.remove(trial.victim);
+  const int at = layer.add(trial.expert, trial.rank);
+  const int64_t now = flow_.run(layer, cell, next_cut_);
+  if (now < highest || (now == highest && count(next_cut_) < count(cut_))) {
+    highest = now;
+    cut_ = next_cut_;
+    return true;
+  }
+  layer.remove(at);
+  if (gone >= 0) layer.add(gone, trial.rank);
+  return false;
+}
+
+bool Repair::try_copies(Layer& layer, int cell, bool bare, int64_t& highest) {
+  const auto& ranks = layer.cluster.cell_ranks[cell];
+  std::vector<std::pair<int64_t, int>> receivers;
+  for (int rank : ranks)
+    if (!cut_[rank] && layer.rank_load[rank] < highest) receivers.emplace_back(layer.rank_load[rank], rank);
+  std::sort(receivers.begin(), receivers.end());
+  for (const bool over : {false, true}) {
+    int tried = 0;
+    for (const auto& [load, rank] : receivers) {
+      if (over != (layer.room(rank) == 0)) continue;
+      Trial trial;
+      trial.rank = rank;
+      trial.victim = over ? pick_victim(layer, rank, bare) : -1;
+      trial.expert = pick_expert(layer, rank, highest - load);
+      if (trial.expert < 0 || (over && trial.victim < 0)) continue;
+      if (attempt(layer, cell, trial, highest)) return true;
+      if (++tried == kReceivers) break;
+    }
+  }
+  return false;
+}
+
+int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare) {
+  const auto& ranks = layer.cluster.cell_ranks[cell];
+  int64_t highest = flow_.run(layer, cell, cut_);
+  int moved = 0;
+  for (int round = 0; round < kSwapRounds && highest > target && moved < moves; round++) {
+    const size_t most = 8 * ranks.size();
+    for (size_t i = 0; i < most && highest > target && moved < moves; i++) {
+      if (!try_copies(layer, cell, bare, highest)) break;
+      moved++;
+    }
+    highest = flow_.run(layer, cell, cut_);
+    if (highest <= target || moved >= moves) break;
+    const int swapped = improve_by_swaps(layer, ranks, target, moves - moved);
+    if (swapped == 0) break;
+    moved += swapped;
+    highest = flow_.run(layer, cell, cut_);
+  }
+  return moved;
+}
+
+}  // namespace ep::placement

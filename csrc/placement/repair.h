@@ -1,0 +1,33 @@
+// Better balance with few moves: one copy more, in the right place, and then tokens split anew.
+#pragma once
+#include "cover.h"
+#include "flow.h"
+#include "layer.h"
+
+namespace ep::placement {
+
+class Repair {
+ public:
+  Repair(const Cluster& cluster, int experts) : flow_(cluster, experts) {}
+
+  // Splits tokens anew; while a rank of `cell` is above `target`, copies an expert out of the set of ranks that is
+  // too full to one that is not, into a free slot or over a copy that is not missed, and, when that does not help,
+  // exchanges copies. `bare`: a copy may be taken from an expert that has just two. Returns copies moved.
+  int balance(Layer& layer, int cell, int64_t target, int moves, bool bare);
+
+  int64_t split(Layer& layer, int cell) { return flow_.run(layer, cell, cut_); }
+
+ private:
+  struct Trial {
+    int expert = -1, rank = -1, victim = -1;
+  };
+  bool try_copies(Layer& layer, int cell, bool bare, int64_t& highest);
+  int pick_expert(const Layer& layer, int rank, int64_t wanted) const;
+  int pick_victim(const Layer& layer, int rank, bool bare) const;
+  bool attempt(Layer& layer, int cell, const Trial& trial, int64_t& highest);
+
+  Flow flow_;
+  std::vector<uint8_t> cut_, next_cut_;
+};
+
+}  // namespace ep::placement
