@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m elasticep.bench NAME ...`; each measures what it prints."""

@@ -1,0 +1,29 @@
+"""`python -m elasticep.bench NAME ...` runs `main(arguments)` of `elasticep.bench.NAME`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+BENCHES: Final = {
+    "exchange": "dispatch + combine beside gloo, MPI and NCCL",
+    "placement": "the planner beside public ones",
+    "recovery": "from a kill to the first complete step, phase by phase",
+    "steady": "what fault tolerance costs when nothing fails",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one bench; returns its exit status."""
+    if not arguments or arguments[0] not in BENCHES:
+        lines = [f"  {name:<10} {what}" for name, what in BENCHES.items()]
+        click.echo("usage: python -m elasticep.bench NAME ...\n" + "\n".join(lines), err=True)
+        return 0 if list(arguments) in (["-h"], ["--help"]) else 2
+    module = importlib.import_module(f"elasticep.bench.{arguments[0]}")
+    return int(module.main(list(arguments[1:])))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

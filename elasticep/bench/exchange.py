@@ -1,0 +1,397 @@
+"""`python -m elasticep.bench exchange`: one MoE layer's round trip, beside what others offer.
+
+On the CPU: our engines on a `LocalGroup` beside gloo and MPI with the same rows, and plain memcpy
+of the remote bytes as the limit. All systems' ranks live in one process tree and run in turn; a
+round is one turn of each, and only ratios within a round are quoted. The whole operation is timed:
+layout, counts, waiting and sums; but not the expert kernel. Median over runs, maximum over ranks.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import click
+
+from elasticep.bench import peers, ranks, report
+from elasticep.bench.case import Case
+from elasticep.errors import ConfigError, ElasticEPError
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig, Launch
+from elasticep.native.convert import geometry_struct
+from elasticep.spec import PRESET_NAMES, Copies, ExchangeSpec, Layout, Reduce
+from elasticep.testing.local_group import LocalGroup, spread
+
+ENGINE: Final = "elasticep.bench.engine:EngineRank"
+GOAL_GLOO: Final = 6.0
+GOAL_MPI: Final = 1.3
+GOAL_MEMCPY: Final = 0.6
+SMALL_TOKENS: Final = 64
+LARGE_TOKENS: Final = 4096
+_MAX_REPEAT: Final = 16
+_MAX_RUNS: Final = 200
+_REPEAT_S: Final = 0.02  # exchanges of a run: as many as fit into this
+
+
+@dataclass(slots=True)
+class Series:
+    """One system's rounds: ns per exchange, max over ranks of the median over the round's runs."""
+
+    name: str
+    run: Callable[[int, int], list[dict[str, Any]]]
+    rounds: list[float] = field(default_factory=list)
+    barrier_ns: list[float] = field(default_factory=list)
+    repeat: int = 1
+    runs: int = 1
+    why_not: str | None = None
+
+    def calibrate(self, round_s: float) -> None:
+        """Warm up, and choose how many runs fill a round."""
+        self._try(1, 1)
+        answers = self._try(1, 1)
+        if answers is None:
+            return
+        once = max(1e-9, max(a["ns"][0] for a in answers) / 1e9)
+        self.repeat = max(1, min(_MAX_REPEAT, round(_REPEAT_S / once)))
+        self.runs = max(1, min(_MAX_RUNS, round(round_s / (once * self.repeat))))
+
+    def turn(self) -> None:
+        """One round."""
+        answers = self._try(self.runs, self.repeat)
+        if answers is None:
+            return
+        self.rounds.append(max(statistics.median(a["ns"]) for a in answers))
+        if "barrier_ns" in answers[0]:
+            self.barrier_ns.append(max(statistics.median(a["barrier_ns"]) for a in answers))
+
+    def _try(self, runs: int, repeat: int) -> list[dict[str, Any]] | None:
+        if self.why_not is not None:
+            return None
+        try:
+            return self.run(runs, repeat)
+        except ElasticEPError as error:
+            self.why_not = str(error)
+            return None
+
+
+def interleave(series: Sequence[Series], rounds: int, round_s: float) -> None:
+    """Calibrate, then let all take turns; the order is turned by one every round."""
+    for one in series:
+        one.calibrate(round_s)
+    for turn in range(rounds):
+        for i in range(len(series)):
+            series[(i + turn) % len(series)].turn()
+
+
+def spec_of(preset: str, case: Case) -> ExchangeSpec:
+    """A preset for a case: its cap is the case's tokens, formats are the case's."""
+    spec = ExchangeSpec.preset(
+        preset,
+        max_tokens=case.tokens,
+        dispatch_dtype=case.dtype,
+        combine_dtype=case.dtype,
+    )
+    if spec.layout is Layout.MASKED:
+        # The worst case is room for all rows in each block. Four times the mean and some is ample
+        # for a uniform router.
+        mean = case.ranks * case.tokens * case.topk / case.experts
+        room = min(case.ranks * case.tokens, int(4 * mean) + 32)
+        spec = replace(spec, masked_room=room)
+    return spec
+
+
+def group_config(preset: str, case: Case, launch: str) -> GroupConfig:
+    """A group with this one exchange."""
+    geometry = GroupGeometry(
+        layers=1,
+        experts=case.experts,
+        topk=case.topk,
+        hidden=case.hidden,
+        slots_per_rank=-(-case.experts // case.ranks),
+        max_ranks=case.ranks,
+    )
+    return GroupConfig(
+        name="bench",
+        geometry=geometry,
+        exchanges=(("bench", spec_of(preset, case)),),
+        initial_ranks=case.ranks,
+        launch=Launch(launch),
+    )
+
+
+class OurGroup:
+    """A local group and its engines, ready to run one preset's exchange."""
+
+    def __init__(self, engines: ranks.RankSet, case: Case, preset: str, launch: str) -> None:
+        spec = spec_of(preset, case)
+        copies = {Copies.ALL: "all", Copies.PER_RANK: "per_rank", Copies.PER_EXPERT: "per_expert"}
+        back_per_expert = spec.reduce is Reduce.PER_EXPERT
+        self.remote_bytes = [
+            sum(case.remote_rows(rank, copies[spec.copies], back_per_expert)) * case.row_bytes
+            for rank in range(case.ranks)
+        ]
+        self._engines = engines
+        struct = geometry_struct(group_config(preset, case, launch))
+        self._group = LocalGroup(struct)
+        try:
+            each = {
+                rank: {
+                    "ticket": self._group.ticket(rank),
+                    "memcpy_bytes": max(self.remote_bytes),
+                }
+                for rank in range(case.ranks)
+            }
+            engines.send("prepare", each, case=case.to_dict(), socket=self._group.socket_path)
+            engines.answers()
+            members = range(case.ranks)
+            self._group.stage(1, 0, members, spread(struct, members))
+            engines.call("verify")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the seats back and end the workers."""
+        with contextlib.suppress(ElasticEPError):
+            self._engines.call("leave")
+        self._group.close()
+
+
+@dataclass(slots=True)
+class Systems:
+    """Rank processes of all systems for one number of ranks."""
+
+    engines: ranks.RankSet
+    others: dict[str, ranks.RankSet]
+    why_not: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, count: int, names: Sequence[str]) -> "Systems":
+        """Start ours, and of the others those that can be started here."""
+        others, why_not = {}, {}
+        for name in names:
+            try:
+                others[name] = peers.start(name, count)
+            except ElasticEPError as error:
+                why_not[name] = str(error)
+        return cls(ranks.RankSet(ENGINE, count), others, why_not)
+
+    def close(self) -> None:
+        """End all of them."""
+        for one in (self.engines, *self.others.values()):
+            one.close()
+
+    def peer_series(self, case: Case) -> list[Series]:
+        """Series of the peers, with their buffers made."""
+        found = []
+        for name, system in self.others.items():
+            self.versions[name] = system.call("prepare", case=case.to_dict())[0]["version"]
+            found.append(Series(name, _runner(system, "run")))
+            if name == "mpi":
+                found.append(Series("mpi bare", _runner(system, "bare")))
+        return found
+
+
+def _runner(system: ranks.RankSet, op: str) -> Callable[[int, int], list[dict[str, Any]]]:
+    return lambda runs, repeat: system.call(op, runs=runs, repeat=repeat)
+
+
+def measure(
+    systems: Systems, case: Case, preset: str, launch: str, rounds: int, round_s: float
+) -> list[Series]:
+    """One preset at one size beside the peers. A preset that cannot be done has `why_not`."""
+    ours = Series("elasticep", _runner(systems.engines, "run"))
+    try:
+        group = OurGroup(systems.engines, case, preset, launch)
+    except (ElasticEPError, RuntimeError, TimeoutError) as error:
+        ours.why_not = str(error)
+        return [ours]
+    try:
+        series = [ours, Series("memcpy", _runner(systems.engines, "memcpy"))]
+        series += systems.peer_series(case)
+        interleave(series, rounds, round_s)
+    finally:
+        group.close()
+        for system in systems.others.values():
+            with contextlib.suppress(ElasticEPError):
+                system.call("leave")
+    return series
+
+
+def _against(ours: Series, other: Series | None) -> report.Ratio | None:
+    if other is None or not other.rounds or len(other.rounds) != len(ours.rounds):
+        return None
+    return report.paired_ratio(other.rounds, ours.rounds)
+
+
+def add_row(
+    table: report.Table, case: Case, preset: str, launch: str, series: Sequence[Series]
+) -> dict[str, Any]:
+    """One line of the table, and the same as figures."""
+    by_name = {one.name: one for one in series}
+    ours = by_name["elasticep"]
+    figures: dict[str, Any] = {
+        "case": case.to_dict(),
+        "preset": preset,
+        "launch": launch,
+        "why_not": ours.why_not,
+        "rounds_ns": {one.name: one.rounds for one in series},
+        "barrier_ns": ours.barrier_ns,
+        "runs": {one.name: [one.runs, one.repeat] for one in series},
+    }
+    start = [case.tokens, preset, launch]
+    if ours.why_not is not None:
+        table.add(*start, f"not measured: {ours.why_not}", *[""] * (len(table.columns) - 4))
+        return figures
+    cells = []
+    goals = {"gloo": (GOAL_GLOO, SMALL_TOKENS), "mpi": (GOAL_MPI, SMALL_TOKENS)}
+    goals["memcpy"] = (GOAL_MEMCPY, LARGE_TOKENS)
+    for name in ("gloo", "mpi", "mpi bare", "memcpy"):
+        other = by_name.get(name)
+        ratio = _against(ours, other)
+        if ratio is None:
+            cells.append(f"- ({other.why_not})" if other and other.why_not else "-")
+            continue
+        figures[f"{name} / elasticep"] = [ratio.median, ratio.low, ratio.high]
+        goal, at_tokens = goals.get(name, (0.0, 0))
+        mark = (
+            f" {report.verdict(ratio.median, goal, at_least=True)}"
+            if at_tokens == case.tokens
+            else ""
+        )
+        cells.append(f"{ratio}{mark}")
+    table.add(*start, *cells)
+    return figures
+
+
+def run(
+    cases: Sequence[Case],
+    presets: Sequence[str],
+    launches: Sequence[str],
+    peer_names: Sequence[str],
+    rounds: int,
+    round_s: float,
+) -> report.Report:
+    """Measure everything on the CPU; all cases have the same number of ranks."""
+    first = cases[0]
+    result = report.Report("exchange")
+    table = report.Table(
+        f"CPU exchange, {first.ranks} ranks, hidden {first.hidden}, {first.experts} experts, "
+        f"top {first.topk}, {first.dtype}: their time / ours",
+        ["tokens", "preset", "launch", "gloo", "mpi", "mpi bare", "memcpy"],
+    )
+    result.tables.append(table)
+    measured = result.figures["measured"] = []
+    systems = Systems.start(first.ranks, peer_names)
+    try:
+        for case in cases:
+            for preset in presets:
+                for launch in launches:
+                    series = measure(systems, case, preset, launch, rounds, round_s)
+                    measured.append(add_row(table, case, preset, launch, series))
+    finally:
+        systems.close()
+    result.machine["versions"] = systems.versions
+    table.notes = [
+        "above 1: we are faster; median over rounds that ran in turn [95% interval]",
+        "memcpy: all ranks copy their remote bytes, there and back, at once; 0.6 is 60% of it",
+        "mpi: pack, counts and two all-to-all-v, without the sum; mpi bare: the all-to-all-v alone",
+        "gloo: all-gather of all rows and reduce-scatter",
+        *(f"{name}: {version}" for name, version in systems.versions.items()),
+        *(f"{name}: not measured, {why}" for name, why in systems.why_not.items()),
+    ]
+    return result
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a list of numbers, such as 64,4096") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"{text!r} has a number below 1")
+    return numbers
+
+
+@click.command(name="exchange", help=__doc__)
+@click.option("--preset", default="routed", show_default=True, help="Names with commas, or all.")
+@click.option("--ranks", "count", default=4, show_default=True)
+@click.option("--tokens", default="64,4096", show_default=True, help="Rows that each rank brings.")
+@click.option("--hidden", default=5120, show_default=True)
+@click.option("--experts", default=384, show_default=True)
+@click.option("--topk", default=6, show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option("--launch", default="service", show_default=True, help="service, inline or both.")
+@click.option("--peers", "peer_names", default="gloo,mpi", show_default=True, help="'' for none.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--round-seconds", default=0.5, show_default=True, help="Of each system.")
+@click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
+@click.option("--plot", "plot_path", metavar="PNG", help="Draw the ratios.")
+def _command(**options: Any) -> None:
+    known = [name for name in PRESET_NAMES if name != "AUTO"]
+    asked = options["preset"].upper()
+    presets = known if asked == "ALL" else asked.split(",")
+    unknown = [name for name in presets if name not in known]
+    if unknown:
+        raise ConfigError(f"no preset {unknown[0]!r} here; use {', '.join(known)} or all")
+    launch = options["launch"]
+    launches = ["service", "inline"] if launch == "both" else [str(Launch(launch))]
+    sizes = ("hidden", "experts", "topk", "dtype")
+    cases = [
+        Case(ranks=options["count"], tokens=tokens, **{name: options[name] for name in sizes})
+        for tokens in _numbers(options["tokens"])
+    ]
+    names = [name for name in options["peer_names"].split(",") if name]
+    result = run(cases, presets, launches, names, options["rounds"], options["round_seconds"])
+    if options["plot_path"]:
+        _plot(options["plot_path"], result)
+    result.finish(options["output"])
+
+
+def _plot(path: str, result: report.Report) -> None:
+    bars = {}
+    for one in result.figures["measured"]:
+        ratios = {key: value[0] for key, value in one.items() if key.endswith("/ elasticep")}
+        if ratios:
+            bars[f"{one['preset']}\n{one['launch']}, {one['case']['tokens']}"] = ratios
+    report.plot(path, "CPU exchange: their time / ours", "ratio", bars)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the bench on the CPU, or hand over to the CUDA one; returns the exit status."""
+    words = list(arguments)
+    device = "cpu"
+    for i, word in enumerate(words):
+        if word == "--device" and i + 1 < len(words):
+            device, words = words[i + 1], words[:i] + words[i + 2 :]
+            break
+        if word.startswith("--device="):
+            device, words = word.partition("=")[2], words[:i] + words[i + 1 :]
+            break
+    if device == "cuda":
+        import importlib
+
+        return int(importlib.import_module("elasticep.bench.exchange_cuda").main(words))
+    if device != "cpu":
+        click.echo(f"--device is {device!r}; use cpu or cuda", err=True)
+        return 2
+    return run_command(_command, words)
+
+
+def run_command(command: click.Command, words: Sequence[str]) -> int:
+    """A click command with our errors as one line; returns the exit status."""
+    try:
+        command.main(
+            list(words),
+            prog_name=f"python -m elasticep.bench {command.name}",
+            standalone_mode=False,
+        )
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ElasticEPError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0
