@@ -77,6 +77,11 @@ class Line:
     barrier_us: float
 
 
+def prefill_cap(variant: Variant) -> int:
+    """Cap of the larger exchange; a masked block per expert grows with slots x ranks x cap."""
+    return 512 if variant.layout == abi.RowLayout.MASKED else PREFILL_CAP
+
+
 def model_geometry(hidden: int, experts: int, topk: int, ranks: int) -> bytes:
     """A group with every variant as a decode and a prefill exchange."""
     g = abi.Geometry(
@@ -90,7 +95,7 @@ def model_geometry(hidden: int, experts: int, topk: int, ranks: int) -> bytes:
         launch=int(abi.Launch.INLINE),
     )
     for i, v in enumerate(VARIANTS):
-        for j, cap in enumerate((DECODE_CAP, PREFILL_CAP)):
+        for j, cap in enumerate((DECODE_CAP, prefill_cap(v))):
             g.exchange[2 * i + j] = abi.ExchangeConfig(
                 copies=int(abi.Copies.PER_RANK),
                 layout=int(v.layout),
@@ -241,7 +246,7 @@ def time_model(
             nccl = timer(calls, count)[-1]
         remote = remote_rows(ids, experts, ranks, rank)
         for i, v in enumerate(VARIANTS):
-            if v.name not in variants:
+            if v.name not in variants or count > prefill_cap(v):
                 continue
             index = 2 * i + (count > DECODE_CAP)
             arrived(context, index).out.normal_()
