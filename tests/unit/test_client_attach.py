@@ -1,0 +1,179 @@
+"""How an engine asks for its rank: what is sent, and which error every refusal becomes."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+import elasticep
+from elasticep.demo.settings import DemoSettings
+from elasticep.errors import (
+    AttachError,
+    ConfigError,
+    DaemonUnavailable,
+    ElasticEPError,
+    GroupMismatch,
+    SeatTaken,
+    UnknownGroup,
+    UnknownRank,
+)
+from elasticep.group import GroupConfig
+from elasticep.native import abi
+from elasticep.proto import node_pb2, node_pb2_grpc
+
+CONFIG: GroupConfig = DemoSettings(ranks=2, nodes=1).group_config()
+
+
+class Daemon(node_pb2_grpc.NodeServiceServicer):
+    """Answers Attach with what the test says."""
+
+    def __init__(self) -> None:
+        self.requests: list[node_pb2.AttachRequest] = []
+        self.answer: Any = None
+
+    def Attach(self, request: node_pb2.AttachRequest, context: Any) -> Any:  # noqa: N802
+        self.requests.append(request)
+        if isinstance(self.answer, node_pb2.AttachResponse):
+            return self.answer
+        if isinstance(self.answer, grpc.StatusCode):
+            return context.abort(self.answer, "as the test wants")
+        info = AnyMessage()
+        info.Pack(ErrorInfo(reason=self.answer.reason, domain="elasticep"))
+        status = Status(
+            code=grpc.StatusCode.FAILED_PRECONDITION.value[0],
+            message="the daemon's sentence",
+            details=[info],
+        )
+        return context.abort_with_status(rpc_status.to_status(status))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Not tmp_path: socket paths are short.
+    with tempfile.TemporaryDirectory(prefix="eep-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[Daemon]:
+    servicer = Daemon()
+    with futures.ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
+        server.add_insecure_port(f"unix:{folder}/daemon.sock")
+        server.start()
+        yield servicer
+        server.stop(None).wait()
+
+
+def path(folder: Path) -> str:
+    return str(folder / "daemon.sock")
+
+
+@pytest.mark.parametrize("kind", [UnknownGroup, UnknownRank, SeatTaken, GroupMismatch])
+def test_refusal_becomes_its_typed_error(
+    daemon: Daemon, folder: Path, kind: type[ElasticEPError]
+) -> None:
+    daemon.answer = kind
+    with pytest.raises(kind, match=r"attach to rank 1 of group 'demo': the daemon's sentence"):
+        elasticep.attach("demo", 1, path(folder))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, DaemonUnavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, AttachError),
+        (grpc.StatusCode.UNIMPLEMENTED, AttachError),
+    ],
+)
+def test_refusal_without_a_reason_is_an_attach_error(
+    daemon: Daemon, folder: Path, code: grpc.StatusCode, kind: type[ElasticEPError]
+) -> None:
+    daemon.answer = code
+    with pytest.raises(kind) as caught:
+        elasticep.attach("demo", 0, path(folder))
+    assert type(caught.value) is kind
+
+
+def test_request_says_who_asks_and_for_what(daemon: Daemon, folder: Path) -> None:
+    daemon.answer = UnknownGroup
+    with pytest.raises(UnknownGroup):
+        elasticep.attach(rank=1, socket=folder / "daemon.sock", config=CONFIG, timeout=7)
+    request = daemon.requests[0]
+    assert (request.group, request.rank, request.pid) == ("demo", 1, os.getpid())
+    assert (request.wait_ms, request.abi_version) == (7000, abi.ABI_VERSION)
+    assert request.layout_digest != 0
+    assert GroupConfig.from_proto(request.config) == CONFIG
+
+
+def test_environment_says_what_the_caller_does_not(
+    daemon: Daemon, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.answer = UnknownGroup
+    monkeypatch.setenv("ELASTICEP_SOCKET", path(folder))
+    monkeypatch.setenv("ELASTICEP_GROUP", "from-env")
+    monkeypatch.setenv("ELASTICEP_RANK", "5")
+    for arguments, expected in (({}, ("from-env", 5)), ({"rank": 2}, ("from-env", 2))):
+        with pytest.raises(UnknownGroup):
+            elasticep.attach(**arguments)  # type: ignore[arg-type]
+        assert (daemon.requests[-1].group, daemon.requests[-1].rank) == expected
+        assert not daemon.requests[-1].HasField("config")
+
+
+def test_group_of_another_config_is_refused_by_name_of_the_field(
+    daemon: Daemon, folder: Path
+) -> None:
+    other = DemoSettings(ranks=3, nodes=1).group_config()
+    daemon.answer = node_pb2.AttachResponse(config=other.to_proto(), ticket="t", fd_socket="/no")
+    with pytest.raises(GroupMismatch, match="max_ranks"):
+        elasticep.attach(rank=0, socket=path(folder), config=CONFIG)
+
+
+def test_socket_that_vanished_between_two_calls_is_an_error_in_time(
+    daemon: Daemon, folder: Path
+) -> None:
+    daemon.answer = node_pb2.AttachResponse(
+        config=CONFIG.to_proto(), ticket="t", fd_socket=str(folder / "gone"), incarnation=1
+    )
+    with pytest.raises(ElasticEPError):
+        elasticep.attach(rank=0, socket=path(folder), timeout=2, group="demo")
+
+
+def test_no_daemon_is_said_at_once(folder: Path) -> None:
+    with pytest.raises(DaemonUnavailable, match=r"there is no socket .*ELASTICEP_SOCKET"):
+        elasticep.attach("demo", 0, path(folder))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path(folder))
+    with pytest.raises(DaemonUnavailable, match="no daemon answers behind"):
+        elasticep.attach("demo", 0, path(folder))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "which group"),
+        ({"group": "demo"}, "which rank"),
+        ({"group": "other", "config": CONFIG, "rank": 0}, "group is 'other' but config is that of"),
+        ({"config": CONFIG, "rank": 2}, "ranks are 0 to 1"),
+        ({"group": "demo", "rank": 0, "timeout": 0}, "timeout is 0 seconds"),
+        ({"group": "demo", "rank": -2}, "rank"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SOCKET", "GROUP", "RANK"):
+        monkeypatch.delenv(f"ELASTICEP_{name}", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        elasticep.attach(**arguments)

@@ -1,0 +1,271 @@
+"""The demo's pure parts: journal, batch, measurements, settings, display."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from elasticep.control.placement import Placement
+from elasticep.control.start import round_robin, without
+from elasticep.demo.batch import Batch
+from elasticep.demo.display import LiveDisplay, PlainDisplay, Progress, RankLine, choose_display
+from elasticep.demo.journal import Assignment, Journal
+from elasticep.demo.measure import KillWatch, steps_repeated
+from elasticep.demo.prompts import prompts
+from elasticep.demo.report import Report
+from elasticep.demo.settings import DemoSettings, Kill
+from elasticep.demo.wire import assignment_fields, assignment_from, pipe
+from elasticep.errors import ConfigError, UsageError
+
+PROMPTS = [b"one", b"two", b"three", b"four", b"five"]
+
+
+def next_token(tokens: list[int]) -> int:
+    """Stands for the model: a token that hangs on the whole history."""
+    return hash(tuple(tokens)) % 251
+
+
+def step(batch: Batch, history: dict[int, list[int]], skip: bool = False) -> list[list[int]]:
+    """One step of an engine: feed, and unless it is torn, advance."""
+    feed = batch.feed()
+    best = []
+    for place, (token, position, active) in enumerate(
+        zip(feed.tokens, feed.positions, feed.active, strict=True)
+    ):
+        seen = history.setdefault(place, [])
+        del seen[position:]  # the cache is overwritten at this position
+        seen.append(token)
+        best.append(next_token(seen) if active else 0)
+    if skip:
+        return []
+    return [[a.request, a.index, a.token] for a in batch.advance(best)]
+
+
+def answer(prompt: bytes, count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+# ---- journal and batch
+
+
+@given(
+    rows=st.integers(1, 4),
+    torn=st.lists(st.booleans(), max_size=60),
+    death_after=st.integers(0, 40),
+)
+def test_requests_survive_torn_steps_and_a_death(
+    rows: int, torn: list[bool], death_after: int
+) -> None:
+    journal = Journal(PROMPTS, 6, [0, 1, 2])
+    batches = {rank: Batch(rows) for rank in (0, 1, 2)}
+    caches: dict[int, dict[int, list[int]]] = {rank: {} for rank in batches}
+    for rank, batch in batches.items():
+        for assignment in journal.of(rank):
+            batch.add(assignment)
+    tears = iter(torn)
+    for number in range(400):
+        if journal.done:
+            break
+        if number == death_after:
+            del batches[1]
+            for heir, assignments in journal.take_over(1).items():
+                for assignment in assignments:
+                    batches[heir].add(assignment_from(assignment_fields(assignment)))
+        for rank, batch in batches.items():
+            for request, index, token in step(batch, caches[rank], skip=next(tears, False)):
+                journal.record(rank, request, index, token)
+    assert journal.done
+    assert journal.lost == 0
+    assert journal.tokens_total == 6 * len(PROMPTS)
+    assert journal.differing([answer(prompt, 6) for prompt in PROMPTS]) == []
+    assert all(batch.replay_errors == 0 for batch in batches.values())
+
+
+def test_replay_that_chooses_another_token_is_counted() -> None:
+    batch = Batch(1)
+    right = answer(b"one", 3)
+    batch.add(Assignment(0, tuple(b"one"), (right[0], (right[1] + 1) % 251), 3))
+    for _ in range(5):
+        step(batch, {})
+    assert batch.replay_errors >= 1
+
+
+def test_feed_without_advance_is_the_same_feed() -> None:
+    batch = Batch(2)
+    batch.add(Assignment(0, (1, 2), (), 2))
+    assert batch.feed() == batch.feed()
+    assert batch.feed().count == 1
+    assert batch.requests == 1
+
+
+@pytest.mark.parametrize("record", [(1, 0, 0, 9), (0, 0, 1, 9), (0, 1, 0, 9)])
+def test_journal_refuses_a_token_that_is_not_the_next_one(
+    record: tuple[int, int, int, int],
+) -> None:
+    journal = Journal(PROMPTS, 2, [0, 1])
+    with pytest.raises(UsageError, match="belongs to rank"):
+        journal.record(*record)
+
+
+def test_journal_refuses_a_token_beyond_the_end() -> None:
+    journal = Journal(PROMPTS, 1, [0])
+    journal.record(0, 0, 0, 5)
+    with pytest.raises(UsageError, match="1 of 1 tokens"):
+        journal.record(0, 0, 1, 5)
+
+
+def test_take_over_goes_to_those_with_the_fewest() -> None:
+    journal = Journal([b"x"] * 9, 1, [0, 1, 2])
+    for request in (0, 3):
+        journal.record(0, request, 0, 1)
+    taken = journal.take_over(2)
+    assert {heir: [a.request for a in moved] for heir, moved in taken.items()} == {0: [2, 5, 8]}
+    assert journal.take_over(1).keys() == {0}
+    assert journal.take_over(0) == {}
+    assert journal.lost == 7
+
+
+# ---- measurements
+
+
+def test_detection_is_the_last_end_of_a_wait_and_recovery_the_last_complete_step() -> None:
+    watch = KillWatch(1_000_000, frozenset({0, 1}), after_epoch=4)
+    watch.torn(0, 900_000)  # before the kill
+    watch.torn(2, 9_000_000)  # the victim itself
+    watch.torn(0, 3_000_000)
+    watch.torn(0, 8_000_000)  # a second one tells nothing new
+    assert watch.detect_ms is None
+    watch.entered(1, 4, 1_500_000)  # still the old view
+    watch.entered(1, 5, 5_000_000)
+    assert watch.detect_ms == 4.0
+    watch.complete(0, 4, 1_100_000, 2_000_000)  # a step of the old view
+    watch.complete(0, 5, 900_000, 2_000_000)  # begun before the kill
+    watch.complete(0, 5, 6_000_000, 7_000_000)
+    assert not watch.recovered
+    assert watch.recover_ms is None
+    watch.complete(1, 6, 6_000_000, 11_000_000)
+    assert watch.recovered
+    assert watch.recover_ms == 10.0
+
+
+def test_a_kill_that_costs_no_member_has_nothing_to_detect() -> None:
+    watch = KillWatch(1_000_000, frozenset({0}), after_epoch=None)
+    watch.entered(0, 9, 2_000_000)
+    watch.complete(0, 1, 1_200_000, 3_000_000)
+    assert watch.detect_ms is None
+    assert watch.recover_ms == 2.0
+
+
+def test_a_step_that_tore_on_several_ranks_counts_once() -> None:
+    assert steps_repeated([(0, 7), (1, 7), (2, 8), (0, 9)], {0, 1}) == 2
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 16, 31])
+def test_any_rank_of_the_group_can_be_spared(ranks: int) -> None:
+    config = DemoSettings(ranks=ranks, nodes=min(2, ranks)).group_config()
+    placed: Placement = round_robin(config.geometry, range(ranks), config.spare_copies)
+    for dead in range(ranks):
+        assert without(placed, [dead])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 0}, "--ranks is 0; use 1 to 32"),
+        ({"ranks": 33}, "--ranks is 33"),
+        ({"ranks": 2, "nodes": 3}, "--nodes is 3; use 1 to 2"),
+        ({"tokens": 0}, "--tokens is 0"),
+        ({"at": 0}, "--at is 0"),
+        ({"at": 10_000}, "--at is 10000; the answers take"),
+        ({"ranks": 1, "nodes": 1, "kill": Kill.ENGINE}, "leaves nobody"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DemoSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_the_kill_falls_into_the_answers() -> None:
+    settings = DemoSettings(tokens=10)
+    assert settings.longest_prompt < settings.kill_at < settings.steps_needed
+
+
+def test_prompts_are_different_sentences() -> None:
+    texts = prompts(100)
+    assert len(set(texts)) == 100
+    assert all(text.decode("ascii").endswith(".") for text in texts)
+
+
+# ---- messages and display
+
+
+def test_pipe_tells_when_the_other_side_is_gone() -> None:
+    ours, theirs = pipe()
+    theirs.send("view", epoch=3)
+    theirs.send("left")
+    theirs.close()
+    assert list(ours.receive()) == [{"kind": "view", "epoch": 3}, {"kind": "left"}]
+    assert not ours.open
+    ours.close()
+
+
+REPORT = Report(
+    ranks=4,
+    nodes=2,
+    killed="worker",
+    detect_ms=1.25,
+    recover_ms=None,
+    steps_repeated=1,
+    tokens_total=480,
+    tokens_identical=True,
+    requests_lost=0,
+    epochs=[1, 2],
+    details={"victim": "worker of rank 2", "min_margin": 0.00123},
+)
+
+
+def test_report_has_the_keys_that_scripts_read() -> None:
+    assert list(REPORT.to_dict()) == [
+        *("ranks", "nodes", "killed", "detect_ms", "recover_ms", "steps_repeated"),
+        *("tokens_total", "tokens_identical", "requests_lost", "epochs", "details"),
+    ]
+    json.dumps(REPORT.to_dict())
+    assert REPORT.good
+
+
+def test_plain_display_prints_lines_and_the_table() -> None:
+    stream = io.StringIO()
+    display = choose_display(stream, table=True)
+    assert isinstance(display, PlainDisplay)
+    display.event("members [0, 1]")
+    display.result(REPORT)
+    text = stream.getvalue()
+    assert "s  members [0, 1]\n" in text
+    assert "worker of rank 2" in text
+    assert "1.2 ms" in text
+    assert "0.00123" in text
+
+
+def test_live_display_shows_ranks_rate_and_timeline() -> None:
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=100, color_system=None))
+    progress = Progress([RankLine(0, 0, "serving", epoch=3, step=17), RankLine(1, 0, "dead")], 40)
+    progress.add_tokens(12)
+    display.progress(progress)
+    for number in range(20):
+        display.event(f"happening {number}")
+    display.close()
+    text = stream.getvalue()
+    assert "epoch 3   12 of 40 tokens   12 tokens/s" in text
+    assert "happening 19" in text
+    last_picture = text[text.rindex("timeline") :]
+    assert "happening 5\n" not in last_picture
