@@ -19,6 +19,7 @@ SUBCOMMANDS: dict[str, str] = {
     "up": "Run a whole cluster on this machine: etcd, controller, daemons.",
     "daemon": "Run the node daemon.",
     "controller": "Run a controller replica.",
+    "health": "Ask the daemon or controller of this host whether it serves.",
     "group": "Create and inspect groups.",
     "status": "Show members, views and health.",
     "placement": "Plan, show and compare placements of experts.",
