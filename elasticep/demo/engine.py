@@ -6,6 +6,7 @@ and shares the weights: any expert can be computed in any slot.
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ def run_engine(settings: EngineSettings, model: Any, pipe: Pipe) -> int:
         )
         with session:
             engine = _Engine(settings, model, pipe, session)
-            engine.serve()
+            with suppress(_Stopped):
+                engine.serve()
         pipe.send("left")
     except Fenced as error:
         pipe.send("fenced", epoch=error.epoch, why=error.why)
@@ -63,6 +65,10 @@ def run_engine(settings: EngineSettings, model: Any, pipe: Pipe) -> int:
     except (BrokenPipeError, ConnectionResetError):
         return 1  # the parent is gone; so is the point of going on
     return 0
+
+
+class _Stopped(Exception):
+    """The last step is over."""
 
 
 class _Engine:
@@ -134,3 +140,5 @@ class _Engine:
 
     def _tell_torn(self, step: Step) -> None:
         self._pipe.send("torn", step=step.number, epoch=step.epoch, at_ns=time.monotonic_ns())
+        if self._stop_at is not None and step.number >= self._stop_at:
+            raise _Stopped  # nothing to repeat: whoever tore it has left as all were told to
