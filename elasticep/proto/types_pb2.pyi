@@ -69,7 +69,9 @@ class _SeatStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SeatState.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEAT_STATE_UNSPECIFIED: _SeatState.ValueType  # 0
     SEAT_STATE_EMPTY: _SeatState.ValueType  # 1
-    """no worker: never started, or confirmed gone with its engine"""
+    """No worker: never started, or confirmed gone with its engine (then `cause` says why it ended). While
+    the worker of a granted incarnation starts: EMPTY under that incarnation, without a cause.
+    """
     SEAT_STATE_READY: _SeatState.ValueType  # 2
     """worker up, no engine"""
     SEAT_STATE_ATTACHED: _SeatState.ValueType  # 3
@@ -81,7 +83,9 @@ class SeatState(_SeatState, metaclass=_SeatStateEnumTypeWrapper): ...
 
 SEAT_STATE_UNSPECIFIED: SeatState.ValueType  # 0
 SEAT_STATE_EMPTY: SeatState.ValueType  # 1
-"""no worker: never started, or confirmed gone with its engine"""
+"""No worker: never started, or confirmed gone with its engine (then `cause` says why it ended). While
+the worker of a granted incarnation starts: EMPTY under that incarnation, without a cause.
+"""
 SEAT_STATE_READY: SeatState.ValueType  # 2
 """worker up, no engine"""
 SEAT_STATE_ATTACHED: SeatState.ValueType  # 3

@@ -1,0 +1,240 @@
+"""What a group's membership hears (events), and what it wants done (effects). Plain values.
+
+An `Outcome` has its effects in three stages: `now` may be done at once, `writes` go to the store in
+one transaction, `after` only when that succeeded. Times are milliseconds of one monotonic clock.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from elasticep.control.views import View
+
+
+class SeatState(enum.IntEnum):
+    """What a node says of a seat; the numbers are those of `SeatState` in types.proto."""
+
+    EMPTY = 1  # no worker: never started, or confirmed gone with its engine
+    READY = 2  # worker up, no engine
+    ATTACHED = 3  # worker and engine up
+    DEAD = 4  # this incarnation is over
+
+
+@dataclass(frozen=True, slots=True)
+class SeatReport:
+    """One seat, as its node sees it. `incarnation` 0: never granted; `epoch` 0: runs in none."""
+
+    rank: int
+    incarnation: int
+    state: SeatState
+    epoch: int = 0
+    cause: str = ""
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """A node's session began; `seats` are all that it offers to this group."""
+
+    node: str
+    seats: tuple[SeatReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDisconnected:
+    """A node's session ended; nothing is concluded from that alone."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """A node was not heard of for too long."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeatChanged:
+    """A seat changed its state."""
+
+    node: str
+    report: SeatReport
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A rank staged an epoch, or says why it cannot."""
+
+    node: str
+    rank: int
+    incarnation: int
+    epoch: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A rank runs in an epoch, from `step` on."""
+
+    node: str
+    rank: int
+    incarnation: int
+    epoch: int
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A rank waits for another; `waited_ms` 0 withdraws what it said before."""
+
+    node: str
+    rank: int
+    incarnation: int
+    waits_for: int
+    phase: str
+    waited_ms: int
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A rank's progress counter, and whether its engine is warming up."""
+
+    node: str
+    rank: int
+    incarnation: int
+    progress: int
+    warmup: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator takes ranks out of the view and keeps them out."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """An operator lets ranks back in: drained, flapping, or kept out by manual readmission."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = (
+    NodeHello
+    | NodeDisconnected
+    | NodeGone
+    | SeatChanged
+    | Staged
+    | Adopted
+    | Waits
+    | Progressed
+    | Drain
+    | Undrain
+    | Tick
+)
+
+# ---- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Tell a node that it may start a worker for this seat."""
+
+    node: str
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Send a view to a node; these ranks of its own stage it."""
+
+    node: str
+    view: View
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Tell a node that an incarnation is over; its own node ends it, others set its dead word."""
+
+    node: str
+    rank: int
+    incarnation: int
+    epoch: int
+    reason: str
+
+
+Send: TypeAlias = Grant | Propose | Fence
+
+
+@dataclass(frozen=True, slots=True)
+class SaveView:
+    """Write `/view` and its history entry."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSeat:
+    """Write what must survive of a seat; see `elasticep.control.seats.Seat`."""
+
+    rank: int
+    incarnation: int
+    node: str
+    phase: str
+    since: int
+    held: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAdopted:
+    """Write the epoch that every live member runs in."""
+
+    epoch: int
+
+
+Write: TypeAlias = SaveView | SaveSeat | SaveAdopted
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something worth a log line and a metric; `event` such as "rank.fenced"."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is to be done, in this order: `now`, `writes`, `after`."""
+
+    now: list[Send] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    after: list[Send] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Add a notice."""
+        self.notices.append(Notice(event, fields))
+
+    def save(self, record: SaveSeat) -> None:
+        """Write a seat; the last record of a rank counts."""
+        for index, write in enumerate(self.writes):
+            if isinstance(write, SaveSeat) and write.rank == record.rank:
+                self.writes[index] = record
+                return
+        self.writes.append(record)

@@ -1,0 +1,309 @@
+"""Who is a member of a group, and what follows from what is heard: a pure state machine.
+
+Events and the time go in; an `Outcome` comes out. There is no clock, no I/O and no thread, and the
+same events give the same outcomes, so a simulator runs this very code.
+
+Invariants, and the order of operations that keeps them:
+
+1. Epochs only grow and none is used twice. A view is written before anybody hears of it; its number
+   is taken when it is decided, also if the write fails.
+2. At most two epochs are unadopted (reported by every live member, they or later ones), so a bank
+   is never reused under a rank that reads it.
+3. An incarnation ends once. It is granted after its number was written, and the next one only
+   after the node confirmed that its processes are gone.
+4. Evidence has classes. A confirmed end (a death, a node that is gone, a failed staging) acts at
+   once. Wait reports act after `hang_timeout`, on the root of a wait only, never during warmup.
+5. A joiner stages first: nobody else hears of its view before, so a join that fails costs nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from elasticep.control import events as ev
+from elasticep.control.decisions import settle
+from elasticep.control.events import Outcome, SeatReport, SeatState
+from elasticep.control.placement import SlotShortage
+from elasticep.control.seats import JUDGED, Phase, Seat
+from elasticep.control.state import GroupState, Saved
+from elasticep.control.views import View, describe_ranks
+from elasticep.errors import UnknownRank, UsageError
+from elasticep.group import GroupConfig
+
+__all__ = ["Membership", "Saved"]
+
+
+class Membership:
+    """One group's members and views.
+
+    Args:
+        config: the group's config.
+        now_ms: the time.
+        saved: what the store holds, when an earlier leader left something.
+    """
+
+    def __init__(self, config: GroupConfig, now_ms: int, saved: Saved | None = None) -> None:
+        self._s = GroupState.new(config, now_ms, saved)
+        self._handlers: dict[type, Callable[[Any, int, Outcome], None]] = {
+            ev.NodeHello: self._node_hello,
+            ev.NodeDisconnected: self._node_disconnected,
+            ev.NodeGone: self._node_gone,
+            ev.SeatChanged: self._seat_changed,
+            ev.Staged: self._staged,
+            ev.Adopted: self._adopted,
+            ev.Waits: self._waits,
+            ev.Progressed: self._progressed,
+            ev.Drain: self._drain,
+            ev.Undrain: self._undrain,
+            ev.Tick: self._tick,
+        }
+
+    # ---- what others see
+
+    @property
+    def config(self) -> GroupConfig:
+        """The group's config."""
+        return self._s.config
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """Rank -> seat; not to be changed by others."""
+        return self._s.seats
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """One sentence per epoch, the newest last; the last 64."""
+        return tuple(self._s.history)
+
+    @property
+    def view(self) -> View | None:
+        """The view proposed last."""
+        return self._s.view
+
+    @property
+    def adopted_epoch(self) -> int:
+        """The highest epoch that every live member reported, it or a later one."""
+        return self._s.adopted
+
+    @property
+    def waiting(self) -> str:
+        """Why no further view is proposed; empty when none is wanted."""
+        return self._s.waiting
+
+    def handle(self, event: ev.Event, now_ms: int) -> Outcome:
+        """Take one event; returns what is to be done.
+
+        Raises:
+            UnknownRank, UsageError, SlotShortage: a drain or undrain that cannot be; nothing of
+                it happened.
+        """
+        out = Outcome()
+        self._handlers[type(event)](event, now_ms, out)
+        if not isinstance(event, (ev.Progressed, ev.Waits, ev.Tick)):
+            self._s.dirty = True
+        settle(self._s, now_ms, out)
+        self._s.validate()
+        return out
+
+    # ---- events
+
+    def _tick(self, event: ev.Tick, now_ms: int, out: Outcome) -> None:
+        """Time alone: `settle` looks at deadlines after every event."""
+
+    def _node_hello(self, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:
+        self._s.connected.add(event.node)
+        offered = {report.rank for report in event.seats if report.rank in self.seats}
+        self._s.offers[event.node] = offered
+        for seat in self._s.seats_of(event.node):
+            for pending in self._s.pending:
+                pending.sent.pop(seat.rank, None)
+            if seat.rank not in offered:
+                why = f"node {event.node} does not offer the seat any more"
+                self._s.confirm_gone(seat, now_ms, why, out)
+        for report in event.seats:
+            self._report(event.node, report, now_ms, out, hello=True)
+
+    def _node_disconnected(self, event: ev.NodeDisconnected, now_ms: int, out: Outcome) -> None:
+        self._s.connected.discard(event.node)
+        for seat in self._s.seats_of(event.node):
+            seat.wait = None  # it is reported again when the node is back
+
+    def _node_gone(self, event: ev.NodeGone, now_ms: int, out: Outcome) -> None:
+        self._node_disconnected(ev.NodeDisconnected(event.node), now_ms, out)
+        self._s.offers.pop(event.node, None)
+        for seat in self._s.seats_of(event.node):
+            if seat.live:
+                self._s.end(seat, now_ms, event.why, out, at_once=False)
+
+    def _seat_changed(self, event: ev.SeatChanged, now_ms: int, out: Outcome) -> None:
+        self._report(event.node, event.report, now_ms, out, hello=False)
+
+    def _report(
+        self, node: str, report: SeatReport, now_ms: int, out: Outcome, *, hello: bool
+    ) -> None:
+        seat = self.seats.get(report.rank)
+        if seat is None:
+            most = self.config.geometry.max_ranks - 1
+            out.note("seat.refused", node=node, rank=report.rank, why=f"ranks are 0 to {most}")
+            return
+        self._s.offers.setdefault(node, set()).add(report.rank)
+        running = report.state in (SeatState.READY, SeatState.ATTACHED)
+        if seat.node != node and seat.phase is not Phase.GONE:
+            if running:  # two nodes hold one seat: the one it was granted to keeps it
+                why = f"the seat is held by node {seat.node}"
+                out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
+            return
+        if report.incarnation > seat.incarnation:
+            self._unknown(seat, node, report, now_ms, out)
+        elif report.state is SeatState.EMPTY:
+            self._empty(seat, report, now_ms, out, hello=hello)
+        elif report.incarnation < seat.incarnation:
+            if running:
+                why = f"incarnation {seat.incarnation} has the seat"
+                out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
+        elif report.state is SeatState.DEAD:
+            if seat.live:
+                self._s.end(seat, now_ms, report.cause or "it ended", out, at_once=True)
+        else:
+            self._up(seat, report, now_ms, out)
+
+    def _up(self, seat: Seat, report: SeatReport, now_ms: int, out: Outcome) -> None:
+        if not seat.live:
+            epoch = self._s.view.epoch if self._s.view else 0
+            fence = ev.Fence(seat.node, seat.rank, seat.incarnation, epoch, seat.why or "it ended")
+            out.now.append(fence)
+            return
+        attached = report.state is SeatState.ATTACHED
+        if not attached and (seat.attached or seat.phase in JUDGED):
+            self._s.end(seat, now_ms, "its engine left", out, at_once=True)
+            return
+        seat.attached, seat.heard = attached, True
+        if report.epoch:
+            self._runs(seat, report.epoch, now_ms)
+
+    def _empty(
+        self, seat: Seat, report: SeatReport, now_ms: int, out: Outcome, *, hello: bool
+    ) -> None:
+        ended = report.incarnation == seat.incarnation and bool(report.cause)
+        starting = report.incarnation > 0 and not ended
+        if seat.phase is Phase.JOINING and not seat.attached and starting:
+            if hello:  # the node may not have heard of the grant; it may hear of it twice
+                out.now.append(ev.Grant(seat.node, seat.rank, seat.incarnation))
+            seat.heard = True
+        elif hello or report.incarnation == seat.incarnation:
+            self._s.confirm_gone(seat, now_ms, report.cause or "its node holds no worker", out)
+
+    def _unknown(
+        self, seat: Seat, node: str, report: SeatReport, now_ms: int, out: Outcome
+    ) -> None:
+        """The store lost what it knew: take over the number, end the incarnation."""
+        if seat.live:
+            self._s.end(seat, now_ms, "a later incarnation is reported", out, at_once=True)
+        seat.incarnation, seat.node = report.incarnation, node
+        self._s.next_epoch = max(self._s.next_epoch, report.epoch + 1)
+        if seat.phase is Phase.GONE:
+            seat.move(Phase.FENCED, now_ms, "the store does not know this incarnation")
+        seat.why = "this controller does not know the incarnation; attach anew"
+        out.writes.append(seat.record())
+        if report.state is SeatState.EMPTY:
+            self._s.confirm_gone(seat, now_ms, seat.why, out)
+        else:
+            out.after.append(ev.Fence(node, seat.rank, seat.incarnation, 0, seat.why))
+
+    def _staged(self, event: ev.Staged, now_ms: int, out: Outcome) -> None:
+        seat = self._current(event.node, event.rank, event.incarnation, out)
+        if seat is None:
+            return
+        pending = next((p for p in self._s.pending if p.view.epoch == event.epoch), None)
+        if pending is None or not pending.view.holds(seat.rank, seat.incarnation):
+            out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
+        elif event.error:
+            pending.errors[event.rank] = event.error
+        else:
+            seat.staged.add(event.epoch)
+            if seat.phase is Phase.JOINING:
+                seat.move(Phase.STAGED, now_ms, f"it staged epoch {event.epoch}")
+
+    def _adopted(self, event: ev.Adopted, now_ms: int, out: Outcome) -> None:
+        seat = self._current(event.node, event.rank, event.incarnation, out)
+        if seat is not None:
+            self._runs(seat, event.epoch, now_ms)
+
+    def _runs(self, seat: Seat, epoch: int, now_ms: int) -> None:
+        self._s.next_epoch = max(self._s.next_epoch, epoch + 1)
+        seat.epoch = max(seat.epoch, epoch)
+        seat.staged = {staged for staged in seat.staged if staged > epoch}
+        if seat.phase in (Phase.JOINING, Phase.STAGED):
+            seat.move(Phase.ACTIVE, now_ms, f"it runs in epoch {epoch}")
+
+    def _waits(self, event: ev.Waits, now_ms: int, out: Outcome) -> None:
+        seat = self._current(event.node, event.rank, event.incarnation, out)
+        if seat is None:
+            return
+        seat.observe(event.progress, seat.warmup, now_ms)
+        seat.note_wait(event.waits_for, event.phase, event.waited_ms, now_ms)
+
+    def _progressed(self, event: ev.Progressed, now_ms: int, out: Outcome) -> None:
+        seat = self._current(event.node, event.rank, event.incarnation, out)
+        if seat is not None:
+            seat.observe(event.progress, event.warmup, now_ms)
+
+    def _drain(self, event: ev.Drain, now_ms: int, out: Outcome) -> None:
+        seats = self._named(event.ranks)
+        self._check_drain(event.ranks)
+        for seat in seats:
+            seat.held = f"drained: {event.reason}" if event.reason else "drained"
+            if seat.phase in (Phase.STAGED, Phase.ACTIVE, Phase.SUSPECTED):
+                seat.move(Phase.DRAINING, now_ms, seat.held)
+            elif seat.phase is Phase.JOINING:
+                self._s.end(seat, now_ms, seat.held, out, at_once=False, counts=False)
+            out.save(seat.record())
+            out.note("rank.draining", rank=seat.rank, reason=seat.held)
+
+    def _undrain(self, event: ev.Undrain, now_ms: int, out: Outcome) -> None:
+        for seat in self._named(event.ranks):
+            seat.held = ""
+            seat.ended_ms.clear()
+            view = self._s.view
+            if seat.phase is Phase.DRAINING and view and view.holds(seat.rank, seat.incarnation):
+                seat.move(Phase.ACTIVE, now_ms, "the drain is taken back")
+            out.save(seat.record())
+            out.note("rank.undrained", rank=seat.rank)
+
+    # ---- checks
+
+    def _current(self, node: str, rank: int, incarnation: int, out: Outcome) -> Seat | None:
+        """The seat, if the report is of its live incarnation and from its node."""
+        seat = self.seats.get(rank)
+        if seat is None or seat.node != node:
+            out.note("report.refused", node=node, rank=rank, why="the node does not hold the seat")
+            return None
+        if incarnation != seat.incarnation or not seat.live:
+            return None  # of an incarnation that is over: an echo
+        return seat
+
+    def _named(self, ranks: tuple[int, ...]) -> list[Seat]:
+        unknown = sorted(set(ranks) - set(self.seats))
+        if unknown or not ranks:
+            most = self.config.geometry.max_ranks - 1
+            raise UnknownRank(
+                f"group {self.config.name!r} has ranks 0 to {most}; "
+                f"{describe_ranks(unknown)} {'was' if len(unknown) < 2 else 'were'} named"
+            )
+        return [self.seats[rank] for rank in sorted(set(ranks))]
+
+    def _check_drain(self, ranks: tuple[int, ...]) -> None:
+        """Refuse a drain that would leave too few ranks or slots."""
+        members = [seat for seat in self._s.live_members() if seat.phase is not Phase.DRAINING]
+        left = [seat.rank for seat in members if seat.rank not in ranks]
+        if self.view is None or len(left) == len(members):
+            return
+        config = self.config
+        if len(left) < config.min_ranks:
+            raise UsageError(
+                f"draining {describe_ranks(ranks)} would leave {len(left)} members of group "
+                f"{config.name!r}; min_ranks is {config.min_ranks}: add ranks first"
+            )
+        slots = len(left) * config.geometry.slots_per_rank
+        if slots < config.geometry.experts:
+            layers = range(config.geometry.layers)
+            raise SlotShortage(layers, left, slots, config.geometry.experts)

@@ -1,0 +1,209 @@
+"""The state of one group's membership, and how an incarnation ends. Pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticep.control import events as ev
+from elasticep.control.events import Outcome
+from elasticep.control.placement import Placement
+from elasticep.control.proposals import MAX_UNADOPTED, Pending
+from elasticep.control.seats import FLAP_WINDOW_MS, Phase, Seat
+from elasticep.control.views import Member, View
+from elasticep.group import GroupConfig
+
+HISTORY_LENGTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a store holds of a group; where the next leader goes on."""
+
+    view: View | None = None
+    adopted: int = 0
+    seats: tuple[ev.SaveSeat, ...] = ()
+    history: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Left:
+    """A member that ended, and the first epoch that says so (0: none yet)."""
+
+    member: Member
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class GroupState:
+    """What is known of a group.
+
+    Attributes:
+        config: the group's config.
+        seats: rank -> seat, for every rank there may be.
+        connected: nodes with a session.
+        offers: node -> ranks that it offers.
+        view: the view proposed last.
+        pending: views that are not adopted, ascending.
+        adopted: the highest epoch that every live member reported, it or a later one.
+        next_epoch: the number that the next view gets.
+        in_use: (epoch, placement) of views that somebody may run in; None: not known.
+        left: members that ended since the last adopted view.
+        revoked: ranks that could not load what the latest view gave them.
+        cannot_load: incarnations that get no new content.
+        empty_since_ms: when the last member ended; 0: there are members.
+        waiting: why no further view is proposed; empty: none is wanted.
+        dirty: something happened since it was last asked which view comes next.
+    """
+
+    config: GroupConfig
+    seats: dict[int, Seat]
+    connected: set[str] = field(default_factory=set)
+    offers: dict[str, set[int]] = field(default_factory=dict)
+    view: View | None = None
+    pending: list[Pending] = field(default_factory=list)
+    adopted: int = 0
+    next_epoch: int = 1
+    in_use: list[tuple[int, Placement]] | None = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    revoked: set[int] = field(default_factory=set)
+    cannot_load: set[tuple[int, int]] = field(default_factory=set)
+    empty_since_ms: int = 0
+    waiting: str = ""
+    dirty: bool = True
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
+
+    @classmethod
+    def new(cls, config: GroupConfig, now_ms: int, saved: Saved | None) -> "GroupState":
+        """A group as the store knows it; a new one when it knows nothing."""
+        state = cls(config, {rank: Seat(rank) for rank in range(config.geometry.max_ranks)})
+        if saved is not None:
+            state._restore(saved, now_ms)
+        return state
+
+    def _restore(self, saved: Saved, now_ms: int) -> None:
+        view = saved.view
+        self.view, self.adopted = view, saved.adopted
+        self.history.extend(saved.history)
+        for record in saved.seats:
+            if record.rank in self.seats:
+                self._restore_seat(self.seats[record.rank], record, now_ms)
+        if view is None:
+            return
+        self.next_epoch = view.epoch + 1
+        self.in_use = [(view.epoch, view.placement)] if view.epoch == self.adopted else None
+        if view.epoch > self.adopted:
+            forms = view.previous_epoch == 0
+            joiners = {m.rank for m in view.members if self.seats[m.rank].since == view.epoch}
+            # Whether others saw it is not known, so they may have.
+            self.pending = [Pending(view, now_ms, frozenset(joiners), shown=forms, seen=True)]
+            self.left = [Left(member, view.epoch) for member in view.expelled]
+        self.left += [Left(m) for m in view.members if not self.seats[m.rank].live]
+
+    def _restore_seat(self, seat: Seat, record: ev.SaveSeat, now_ms: int) -> None:
+        seat.incarnation, seat.node = record.incarnation, record.node
+        seat.since, seat.held, seat.why = record.since, record.held, record.reason
+        phase = Phase(record.phase)
+        member = self.view is not None and self.view.holds(seat.rank, seat.incarnation)
+        if phase in (Phase.STAGED, Phase.ACTIVE, Phase.SUSPECTED, Phase.JOINING):
+            phase = Phase.ACTIVE if member else Phase.JOINING
+        seat.phase = phase
+        seat.story.append(f"{now_ms} ms: {phase}: taken over from the store")
+
+    # ---- questions
+
+    def seats_of(self, node: str) -> list[Seat]:
+        """Seats whose present incarnation is or was on this node."""
+        return [seat for seat in self.seats.values() if seat.node == node and seat.incarnation]
+
+    def live_members(self) -> list[Seat]:
+        """Seats of the latest view's members that are not over."""
+        if self.view is None:
+            return []
+        return [
+            seat
+            for member in self.view.members
+            if (seat := self.seats[member.rank]).incarnation == member.incarnation and seat.live
+        ]
+
+    def latest_pending(self) -> Pending | None:
+        """The latest view, while it is not adopted."""
+        return self.pending[-1] if self.pending else None
+
+    # ---- the end of an incarnation
+
+    def end(
+        self,
+        seat: Seat,
+        now_ms: int,
+        why: str,
+        out: Outcome,
+        *,
+        at_once: bool,
+        counts: bool = True,
+    ) -> None:
+        """An incarnation is over.
+
+        Args:
+            seat: whose.
+            now_ms: the time.
+            why: the cause, for logs, status and the engine.
+            out: takes what follows.
+            at_once: it is a fact; others may hear of it before it is written.
+            counts: for flap damping.
+        """
+        seat.end(now_ms, why, counts=counts)
+        self.dirty = True
+        limit = self.config.flap_limit
+        if counts and seat.since and self.config.manual_readmission:
+            seat.held = seat.held or f"kept out until an operator lets it in: {why}"
+        if limit and len(seat.ended_ms) >= limit:
+            seat.held = seat.held or (
+                f"ended {len(seat.ended_ms)} times in {FLAP_WINDOW_MS // 60_000} minutes, the last "
+                f"time because {why}; look at it, then undrain it"
+            )
+        if seat.since:
+            self.left.append(Left(seat.member))
+        out.save(seat.record())
+        (out.now if at_once else out.after).extend(
+            ev.Fence(node, seat.rank, seat.incarnation, self.next_epoch, why)
+            for node in sorted(self.connected)
+            if seat.since or node == seat.node
+        )
+        out.note(
+            "rank.fenced",
+            rank=seat.rank,
+            incarnation=seat.incarnation,
+            reason=why,
+            held=seat.held,
+            counts=counts,
+        )
+
+    def confirm_gone(self, seat: Seat, now_ms: int, why: str, out: Outcome) -> None:
+        """The node says that nothing is left of the seat's incarnation."""
+        if seat.live:
+            self.end(seat, now_ms, why, out, at_once=True)
+        if seat.phase is Phase.FENCED:
+            seat.move(Phase.GONE, now_ms, f"its node confirmed that it is gone ({why})")
+            seat.attached = False
+            out.save(seat.record())
+
+    # ---- assertions
+
+    def validate(self) -> None:
+        """Assert what holds between events."""
+        view = self.view
+        epochs = [pending.view.epoch for pending in self.pending]
+        assert epochs == sorted(set(epochs)), epochs
+        assert len(epochs) <= MAX_UNADOPTED, epochs
+        if view is None:
+            assert not self.pending
+            assert self.adopted == 0
+            return
+        assert self.adopted <= view.epoch < self.next_epoch, (self.adopted, view.epoch)
+        assert view.epoch - self.adopted <= MAX_UNADOPTED, (view.epoch, self.adopted)
+        assert not epochs or epochs[0] > self.adopted, (epochs, self.adopted)
+        for member in view.members:
+            seat = self.seats[member.rank]
+            assert seat.incarnation >= member.incarnation, (member, seat.incarnation)
+        for member in view.expelled:
+            assert not view.holds(member.rank, member.incarnation), member
