@@ -23,7 +23,7 @@ _QUERY_SCALE: Final = 3.0
 
 
 def prepare() -> None:
-    """Make this process fit to be forked: one thread for products, and loud errors only."""
+    """One thread for products, and no notes from transformers on the terminal."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
 

@@ -16,7 +16,7 @@ from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.report import Report
 from elasticep.demo.settings import ROWS, DemoSettings, Kill
-from elasticep.demo.spawn import EngineProcess, fork_engine
+from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
 from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
@@ -87,9 +87,9 @@ class Demo:
         self._display.event(f"starting etcd, the controller and {s.nodes} node daemons")
         self._cluster.start()
         # Loaded once, here: engines are forked from this process and start at once.
-        from elasticep.demo.model import build_model, prepare
+        preload()
+        from elasticep.demo.model import build_model
 
-        prepare()
         self._model = build_model(s.sizes, s.seed)
         self._display.event(
             f"built Qwen3MoeForCausalLM: {s.sizes.layers} layers, {s.sizes.experts} experts, "

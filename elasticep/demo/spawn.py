@@ -1,6 +1,7 @@
 """Forks an engine off the loaded parent."""
 
 import gc
+import importlib
 import os
 import signal
 import traceback
@@ -36,6 +37,17 @@ class EngineProcess:
             os.waitpid(self.pid, 0)
             self.pid = 0
         self.pipe.close()
+
+
+def preload() -> None:
+    """Import what engines need, once for all of them, and keep this process fit to be forked.
+
+    gRPC is only imported: a channel would start threads, which a fork does not copy.
+    """
+    importlib.import_module("elasticep.client.rpc")
+    importlib.import_module("elasticep.proto.node_pb2_grpc")
+    importlib.import_module("elasticep.demo.engine")
+    importlib.import_module("elasticep.demo.model").prepare()
 
 
 def fork_engine(
