@@ -1,0 +1,75 @@
+"""`elasticep daemon`."""
+
+import asyncio
+import sys
+from typing import Any
+
+import click
+
+from elasticep.config import DaemonConfig, load_config
+from elasticep.errors import ElasticEPError
+
+_DAEMON_FLAGS = (
+    ("--node", "This node's name; default: the host's."),
+    ("--domain", "Nodes of one domain map each other's memory; default: the host's boot id."),
+    ("--socket-dir", "Where the daemon's sockets lie."),
+    ("--listen", "host:port for other daemons; default: Unix socket only."),
+    ("--controllers", "Addresses of all controllers, with commas."),
+    ("--seats", 'Ranks offered: "group:0-3,6", several with ";".'),
+    ("--metrics-port", "Port of /metrics; 0: any free one, -1: none."),
+    ("--metrics-host", "Interface of /metrics."),
+    ("--tls-cert", "PEM certificate for mutual TLS."),
+    ("--tls-key", "Its key."),
+    ("--tls-ca", "PEM certificate of the authority that signs the others'."),
+)
+
+
+def _with_flags(command: click.Command) -> click.Command:
+    options = [click.Option([name], help=text) for name, text in _DAEMON_FLAGS]
+    command.params[:0] = options
+    return command
+
+
+@_with_flags
+@click.command("daemon")
+@click.option("--config", "file", type=click.Path(dir_okay=False), help="TOML file, [daemon].")
+@click.option("--fault-injection/--no-fault-injection", default=None, help="Serve InjectFault.")
+@click.option(
+    "--orphan-after-s", type=float, help="A worker without daemon and engine leaves after this."
+)
+@click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
+@click.option("--log-level", default="info", show_default=True, help="Least level written.")
+def command(
+    file: str | None,
+    orphan_after_s: float | None,
+    log_format: str,
+    log_level: str,
+    **flags: Any,
+) -> None:
+    """Run the node daemon.
+
+    SIGTERM ends every seat and leaves nothing; SIGUSR1 leaves workers and engines running for the
+    next daemon. A failed start is one line and exit status 2.
+    """
+    try:
+        asyncio.run(_run(file, orphan_after_s, log_format, log_level, flags))
+    except ElasticEPError as error:
+        click.echo(f"error: {error.reason}: {error}", err=True)
+        sys.exit(2)
+
+
+async def _run(
+    file: str | None,
+    orphan_after_s: float | None,
+    log_format: str,
+    log_level: str,
+    flags: dict[str, Any],
+) -> None:
+    config = load_config(DaemonConfig, file=file, flags=flags)
+    from elasticep.runtime.daemon import Daemon
+    from elasticep.runtime.limits import Limits
+    from elasticep.runtime.logs import open_log
+
+    limits = Limits() if orphan_after_s is None else Limits(orphan_after_s=orphan_after_s)
+    log = open_log(log_format, log_level, node=config.node)
+    await Daemon(config, log, limits).run()

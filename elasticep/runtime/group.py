@@ -1,0 +1,168 @@
+"""One group on one node: sizes, seats, peers' memory, and who its members are."""
+
+from collections.abc import Iterable
+
+from elasticep.errors import ElasticEPError
+from elasticep.group import GroupConfig
+from elasticep.native.convert import geometry_struct, timeouts_struct
+from elasticep.native.region import layout
+from elasticep.runtime.keeper import SeatKeeper
+from elasticep.runtime.node import Node
+from elasticep.runtime.regions.keep import KeptGroup
+from elasticep.runtime.regions.memory import SeatMemory
+from elasticep.runtime.regions.peers import Endpoint, PeerRegions
+from elasticep.runtime.stager import Stager
+
+_SEAT_KEYS = 1 << 16  # ranks fit below
+
+
+class Group:
+    """A group that this node has seats of.
+
+    Args:
+        node: the daemon's shared parts.
+        config: the group's config, as the controller granted it.
+        ranks: this node's seats.
+        key: the group's number, unique on this node.
+
+    Attributes:
+        keepers: rank -> its keeper.
+        peers: memory of the other members in this domain.
+        stager: carries proposed views to the runners.
+        members: rank -> (incarnation, node) in the newest proposed view.
+        nodes: node -> its daemon.
+
+    Raises:
+        ConfigError: the native core cannot do this geometry.
+    """
+
+    def __init__(self, node: Node, config: GroupConfig, ranks: Iterable[int], key: int) -> None:
+        self.node = node
+        self.config = config
+        self.name = config.name
+        self.key = key
+        self.geometry = geometry_struct(config)
+        self.layout = layout(self.geometry)
+        self.keepers: dict[int, SeatKeeper] = {
+            rank: SeatKeeper(node, self, rank, key * _SEAT_KEYS + rank)
+            for rank in ranks
+            if rank < config.geometry.max_ranks
+        }
+        self.peers = PeerRegions(
+            self.name,
+            node.config.domain,
+            self.layout,
+            node.watcher,
+            key,
+            node.limits.fetch_s,
+        )
+        self.members: dict[int, tuple[int, str]] = {}
+        self.nodes: dict[str, Endpoint] = {}
+        self.stager = Stager(node, self)
+
+    def create_memory(self, rank: int) -> SeatMemory:
+        """Reserve a seat's memory.
+
+        Raises:
+            MemoryShort: names the bytes asked for and available.
+        """
+        timeouts = timeouts_struct(self.config.timeouts)
+        memory = SeatMemory.create(self.name, rank, self.geometry, self.layout, timeouts)
+        self.node.log.info(
+            "memory.reserved",
+            group=self.name,
+            rank=rank,
+            header_bytes=self.layout.header_bytes,
+            data_bytes=self.layout.data_bytes,
+        )
+        return memory
+
+    def mark_dead(self, rank: int, incarnation: int) -> None:
+        """Set the dead word of an incarnation in every header that this node knows."""
+        for keeper in self.keepers.values():
+            if keeper.memory is not None:
+                keeper.memory.header.mark_dead(rank, incarnation)
+        self.peers.mark_dead(rank, incarnation)
+
+    def kept(self) -> KeptGroup:
+        """What the next daemon has to know of this group."""
+        return KeptGroup(
+            config=self.config,
+            seats=tuple(keeper.kept() for keeper in self.keepers.values()),
+            members=dict(self.members),
+            nodes=tuple(self.nodes.values()),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no seat of it has a process."""
+        return all(keeper.seat.state.value == "empty" for keeper in self.keepers.values())
+
+    def close(self) -> None:
+        """Let go of everything; processes are not touched."""
+        self.stager.close()
+        for keeper in self.keepers.values():
+            keeper.close()
+        self.peers.close()
+
+
+class Registry:
+    """The groups of a node, by name.
+
+    Args:
+        node: the daemon's shared parts; its config says which seats it offers.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._next_key = 1
+        self.offered: dict[str, tuple[int, ...]] = {
+            seats.group: seats.ranks for seats in node.config.seats
+        }
+        self.groups: dict[str, Group] = {}
+
+    def ensure(self, config: GroupConfig) -> Group:
+        """The group with this config, made if there is none.
+
+        Raises:
+            GroupMismatch: it exists with another config and still has processes.
+            ConfigError: it cannot be made.
+        """
+        group = self.groups.get(config.name)
+        if group is not None:
+            try:
+                group.config.require_same(config)
+            except ElasticEPError:
+                if not group.idle:
+                    raise
+                # The group was deleted and made anew: nothing of the old one is in use.
+                self.remove(group.name)
+            else:
+                return group
+        group = Group(self._node, config, self.offered.get(config.name, ()), self._next_key)
+        self._next_key += 1
+        self.groups[config.name] = group
+        return group
+
+    def remove(self, name: str) -> None:
+        """Forget a group and let its memory be freed."""
+        group = self.groups.pop(name, None)
+        if group is not None:
+            for keeper in group.keepers.values():
+                keeper.drop_memory()
+            group.close()
+
+    def keeper(self, group: str, rank: int) -> SeatKeeper | None:
+        """A seat's keeper, if its group is known here and the seat is this node's."""
+        known = self.groups.get(group)
+        return None if known is None else known.keepers.get(rank)
+
+    def keepers(self) -> list[SeatKeeper]:
+        """Every seat of every known group."""
+        return [keeper for group in self.groups.values() for keeper in group.keepers.values()]
+
+    def close(self) -> None:
+        """Let go of everything; processes are not touched."""
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()

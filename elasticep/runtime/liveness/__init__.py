@@ -1,0 +1,1 @@
+"""Who is alive: processes, locks, and ranks that wait for each other."""

@@ -1,0 +1,63 @@
+"""From the native watcher's queue to the seats: what happened to whose lock."""
+
+import asyncio
+import time
+from typing import Final
+
+from elasticep.native.abi import EventKind
+from elasticep.native.watcher import LockEvent
+from elasticep.runtime import seats
+from elasticep.runtime.group import Registry
+from elasticep.runtime.keeper import SeatKeeper
+from elasticep.runtime.node import Node
+
+_NS: Final = 1e-9
+_KINDS: Final[dict[EventKind, type[seats.Held | seats.Died | seats.Released]]] = {
+    EventKind.HELD: seats.Held,
+    EventKind.DIED: seats.Died,
+    EventKind.RELEASED: seats.Released,
+}
+
+
+class Locks:
+    """Reads the watcher's eventfd on the event loop.
+
+    Args:
+        node: the daemon's shared parts.
+        registry: its groups.
+    """
+
+    def __init__(self, node: Node, registry: Registry) -> None:
+        self._node = node
+        self._registry = registry
+
+    def start(self) -> None:
+        """Begin to read."""
+        asyncio.get_running_loop().add_reader(self._node.watcher.fd, self._drain)
+
+    def close(self) -> None:
+        """Read no more; the watcher itself goes on."""
+        asyncio.get_running_loop().remove_reader(self._node.watcher.fd)
+
+    def _drain(self) -> None:
+        keepers = {keeper.key: keeper for keeper in self._registry.keepers()}
+        for event in self._node.watcher.events():
+            keeper = keepers.get(event.key)
+            if keeper is not None:
+                self._take(keeper, event)
+
+    def _take(self, keeper: SeatKeeper, event: LockEvent) -> None:
+        # The holder writes its incarnation just after it took the lock; 0 is that moment.
+        incarnation = event.incarnation or keeper.seat.incarnation
+        died = event.kind is EventKind.DIED and incarnation == keeper.seat.incarnation
+        live = keeper.seat.live
+        keeper.apply(_KINDS[event.kind](event.holder, incarnation))
+        if not died or not live:
+            return
+        metrics = self._node.metrics
+        metrics.report.observe(max(0.0, (time.monotonic_ns() - event.at_ns) * _NS))
+        if keeper.killed_ns:
+            detect_ns = event.at_ns - keeper.killed_ns
+            metrics.detect.observe(max(0.0, detect_ns * _NS))
+            keeper.log.info("fault.detected", detect_ms=round(detect_ns * 1e-6, 3))
+            keeper.killed_ns = 0

@@ -1,0 +1,144 @@
+"""What the controller hears of this node, and what it may order."""
+
+from typing import Final
+
+from elasticep.errors import ConfigError, UnknownRank
+from elasticep.group import GroupConfig
+from elasticep.proto import controller_pb2, types_pb2
+from elasticep.runtime import seats
+from elasticep.runtime.group import Group, Registry
+from elasticep.runtime.liveness.poller import Poller
+from elasticep.runtime.node import Node, Signal
+from elasticep.runtime.seats import SeatState
+
+_DEFAULT_HEARTBEAT_S: Final = 0.5
+_LEAST_HEARTBEAT_S: Final = 0.02
+_HEARTBEATS_PER_TIMEOUT: Final = 3
+
+
+class NodeOrders:
+    """The daemon's side of the controller's stream; see `session.Orders`.
+
+    Args:
+        node: the daemon's shared parts.
+        registry: its groups.
+        poller: reports waits again after a hello.
+        groups_changed: notified when a group has come.
+        session_id: new for every daemon process.
+        grpc_address: where other daemons reach this one; set when it listens.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        registry: Registry,
+        poller: Poller,
+        groups_changed: Signal,
+        session_id: str,
+    ) -> None:
+        self._node = node
+        self._registry = registry
+        self._poller = poller
+        self._groups_changed = groups_changed
+        self._session_id = session_id
+        self.grpc_address = f"unix://{node.config.grpc_socket}"
+
+    # ---- said
+
+    def hello(self) -> controller_pb2.NodeHello:
+        """This node and all its seats as they are now."""
+        config = self._node.config
+        seats_now = [keeper.message() for keeper in self._registry.keepers()]
+        for group, ranks in self._registry.offered.items():
+            if group not in self._registry.groups:
+                seats_now += [
+                    types_pb2.Seat(group=group, rank=rank, state=types_pb2.SEAT_STATE_EMPTY)
+                    for rank in ranks
+                ]
+        return controller_pb2.NodeHello(
+            endpoint=types_pb2.NodeEndpoint(
+                node=config.node,
+                domain=config.domain,
+                grpc_address=self.grpc_address,
+                fd_socket=config.fd_socket,
+            ),
+            session_id=self._session_id,
+            seats=seats_now,
+        )
+
+    def connected(self) -> None:
+        """The hello was taken: say again what no hello carries."""
+        for group in self._registry.groups.values():
+            group.stager.resend()
+        self._poller.again()
+
+    def heartbeat(self) -> controller_pb2.NodeHeartbeat:
+        """Progress of every attached rank."""
+        beat = controller_pb2.NodeHeartbeat()
+        for keeper in self._registry.keepers():
+            status = keeper.status()
+            if keeper.seat.state is SeatState.ATTACHED and status is not None:
+                beat.ranks.add(
+                    group=keeper.group.name,
+                    rank=keeper.rank,
+                    incarnation=keeper.seat.incarnation,
+                    progress=status.progress,
+                    warmup=status.warmup,
+                )
+        return beat
+
+    def heartbeat_s(self) -> float:
+        """A third of the shortest node timeout of the groups here."""
+        timeouts = [
+            group.config.timeouts.node_timeout_ms for group in self._registry.groups.values()
+        ]
+        if not timeouts:
+            return _DEFAULT_HEARTBEAT_S
+        return max(_LEAST_HEARTBEAT_S, min(timeouts) / 1000 / _HEARTBEATS_PER_TIMEOUT)
+
+    # ---- heard
+
+    def order(self, message: controller_pb2.ControllerMessage) -> None:
+        """Do what the controller says. Raises `ElasticEPError` when it cannot be done."""
+        match message.WhichOneof("body"):
+            case "grant":
+                self._grant(message.grant)
+            case "proposal":
+                view = message.proposal.view
+                group = self._group(view.group)
+                for rank in message.proposal.stage_ranks:
+                    if rank not in group.keepers:
+                        self._node.log.error(
+                            "proposal.foreign_rank", group=view.group, epoch=view.epoch, rank=rank
+                        )
+                group.stager.propose(message.proposal)
+            case "fence":
+                fence = message.fence
+                self._group(fence.group).stager.expel(
+                    fence.rank, fence.incarnation, fence.epoch, fence.reason
+                )
+            case _:
+                return  # a heartbeat, or an order of a later version
+
+    def _grant(self, grant: controller_pb2.SeatGrant) -> None:
+        config = GroupConfig.from_proto(grant.config)
+        if grant.rank not in self._registry.offered.get(config.name, ()):
+            raise UnknownRank(
+                f"rank {grant.rank} of group {config.name!r} was granted to node "
+                f"{self._node.config.node!r}, which does not offer it"
+            )
+        group = self._registry.ensure(config)
+        self._groups_changed.notify()
+        keeper = group.keepers.get(grant.rank)
+        if keeper is None:
+            raise UnknownRank(
+                f"rank {grant.rank} is beyond geometry.max_ranks "
+                f"({config.geometry.max_ranks}) of group {config.name!r}"
+            )
+        keeper.apply(seats.Granted(grant.incarnation))
+
+    def _group(self, name: str) -> Group:
+        group = self._registry.groups.get(name)
+        if group is None:
+            raise ConfigError(f"an order about group {name!r}, of which no seat was granted here")
+        return group

@@ -1,0 +1,1 @@
+"""The SEQPACKET socket over which file descriptors pass on one host."""
