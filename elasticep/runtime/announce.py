@@ -7,8 +7,8 @@ import grpc
 
 from elasticep.errors import ElasticEPError
 from elasticep.proto import node_pb2, node_pb2_grpc
+from elasticep.rpc import open_channel
 from elasticep.runtime.node import Node
-from elasticep.runtime.session import open_channel
 
 
 class Announcer:

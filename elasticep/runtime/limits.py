@@ -10,7 +10,6 @@ MAX_PENDING_MESSAGES: Final = 64  # per connection, when its peer does not read
 MAX_ATTACH_WAIT_MS: Final = 600_000
 MAX_PROPOSALS: Final = 4  # kept per group; as many as a rank has banks
 MAX_OUTBOX: Final = 4096  # messages to the controller that are not written yet
-MAX_GRPC_MESSAGE_BYTES: Final = 64 << 20  # a placement of 128 ranks and many layers fits
 MAX_EPOCH_LAG: Final = 4  # epoch x is not staged by a rank that still runs x - 4 or older
 
 

@@ -121,6 +121,8 @@ class NodeOrders:
                 return  # a heartbeat, or an order of a later version
 
     def _grant(self, grant: controller_pb2.SeatGrant) -> None:
+        if self._node.stopping:
+            return
         config = GroupConfig.from_proto(grant.config)
         if grant.rank not in self._registry.offered.get(config.name, ()):
             raise UnknownRank(

@@ -23,6 +23,7 @@ from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.native.region import layout
 from elasticep.proto import node_pb2, node_pb2_grpc, types_pb2
+from elasticep.rpc import abort
 from elasticep.runtime import seats
 from elasticep.runtime.group import Registry
 from elasticep.runtime.keeper import SeatKeeper
@@ -30,7 +31,6 @@ from elasticep.runtime.limits import MAX_ATTACH_WAIT_MS
 from elasticep.runtime.liveness.waits import describe
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.session import Session
-from elasticep.runtime.status import abort
 
 _LAUNCH: Final = {
     abi.Launch.SERVICE: types_pb2.LAUNCH_SERVICE,

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
-from elasticep.config import TlsConfig
 from elasticep.errors import ElasticEPError, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
-from elasticep.runtime.limits import MAX_GRPC_MESSAGE_BYTES, MAX_OUTBOX, Limits
+from elasticep.rpc import open_channel, typed_error
+from elasticep.runtime.limits import MAX_OUTBOX, Limits
 from elasticep.runtime.node import Node, Signal
-from elasticep.runtime.status import error_from
 
 if TYPE_CHECKING:
     SessionCall = grpc.aio.StreamStreamCall[
@@ -26,13 +25,6 @@ if TYPE_CHECKING:
 
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
-_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_GRPC_MESSAGE_BYTES),
-    # Ours is the backoff; gRPC's own would keep a new leader waiting for seconds.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
 
 class Orders(Protocol):
@@ -52,19 +44,6 @@ class Orders(Protocol):
 
     def order(self, message: controller_pb2.ControllerMessage) -> None:
         """Do what the controller says."""
-
-
-def open_channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:
-    """A channel to another process of the cluster: "host:port" or "unix:///path".
-
-    Raises:
-        ConfigError: a TLS file cannot be read.
-    """
-    if tls.enabled and not address.startswith("unix:"):
-        key, cert, ca = tls.read()
-        credentials = grpc.ssl_channel_credentials(ca, key, cert)
-        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
 
 class Session:
@@ -142,7 +121,7 @@ class Session:
         try:
             await stub.CreateGroup(request, timeout=max(0.001, deadline - loop.time()))
         except grpc.aio.AioRpcError as error:
-            raise error_from(error, f"creating group {config.name!r}") from None
+            raise typed_error(error, f"creating group {config.name!r}") from None
 
     # ---- the stream
 
@@ -178,7 +157,7 @@ class Session:
             self._orders.connected()
             why = await self._serve(call, first)
         except grpc.aio.AioRpcError as error:
-            why = str(error_from(error, error.code().name))
+            why = str(typed_error(error, error.code().name))
         except (TimeoutError, EOFError, asyncio.InvalidStateError) as error:
             why = str(error) or "no answer in time"
         finally:

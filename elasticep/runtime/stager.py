@@ -162,7 +162,8 @@ class Stager:
         running = status.epoch if status is not None else 0
         for epoch in sorted(self._proposals):
             proposal = self._proposals[epoch]
-            if keeper.rank in proposal.ranks and epoch > running:
+            member = proposal.members.get(keeper.rank, (0, ""))[0] == keeper.seat.incarnation
+            if keeper.rank in proposal.ranks and member and epoch > running:
                 self._stage_soon(proposal, keeper)
 
     def _stage_soon(self, proposal: _Proposal, keeper: "SeatKeeper") -> None:
