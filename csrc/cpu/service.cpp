@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -15,7 +16,13 @@ namespace ep {
 namespace {
 
 constexpr u64 kIdleLook = 100'000'000;                  // how often an idle worker looks at stop and fenced
-constexpr u64 kOrphanAfter = 60ull * 1'000'000'000ull;  // without daemon and engine
+constexpr u64 kOrphanAfterMs = 60'000;                  // without daemon and engine
+
+u64 orphan_after_ms() {
+  const char* text = getenv("ELASTICEP_ORPHAN_AFTER_MS");
+  u64 value = text ? strtoull(text, nullptr, 10) : 0;
+  return value ? value : kOrphanAfterMs;
+}
 
 int execute(Runner& r, u32 channel, Command& c) {
   const auto& l = r.layout().channel[c.exchange < EP_MAX_EXCHANGES ? c.exchange : 0][channel];
@@ -114,6 +121,7 @@ int ep_worker_run(const char* socket_path, const char* ticket) {
   for (u32 c = 0; c < channels; ++c) threads.emplace_back([&, c] { serve_channel(runner, c, stop); });
 
   Header& h = runner.header();
+  const u64 orphan_after = orphan_after_ms();
   int status = 0;
   for (;;) {
     if (link.quit()) break;
@@ -123,8 +131,8 @@ int ep_worker_run(const char* socket_path, const char* ticket) {
     }
     u32 engine = h.engine.word.load();
     bool engine_gone = engine == 0 || engine & FUTEX_OWNER_DIED;
-    if (engine_gone && link.away_ns() > kOrphanAfter) {
-      status = fail(EP_EGONE, "no daemon and no engine for %llu s", (unsigned long long)(kOrphanAfter / 1'000'000'000ull));
+    if (engine_gone && link.away_ns() > orphan_after * 1'000'000) {
+      status = fail(EP_EGONE, "no daemon and no engine for %llu ms", (unsigned long long)orphan_after);
       break;
     }
     // engine_wake is rung by fences too; the short sleep bounds how late a quit is seen.
