@@ -2,7 +2,7 @@
 
 This is the yardstick of `python -m elasticep.bench placement`, not a part of the runtime. The
 method, as the public EPLB library describes it: give the next replica to the expert whose replicas
-carry most each, then sort the replicas by load and put each on the least loaded GPU with a free slot.
+carry most each, then sort the replicas by load and put each on the least loaded GPU that has room.
 Replicas of an expert share its tokens evenly. Hierarchical: groups of experts go to nodes in the
 same way first, and the two steps run inside each node; used when the nodes divide the groups.
 """

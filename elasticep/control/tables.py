@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ _HEADER = struct.Struct("<4sHHIIII")  # magic, version, reserved, experts, layer
 _VERSION = 1
 _MAX_CELLS = 1 << 26  # bound on layers * max_ranks * slots_per_rank of a placement that is read
 
+_Integer = TypeVar("_Integer", np.int32, np.uint32)
 Int32Array = NDArray[np.int32]
 Uint32Array = NDArray[np.uint32]
 
@@ -316,11 +317,25 @@ class Placement:
         try:
             return cls(
                 experts=int(plain["experts"]),
-                slot_expert=np.array(plain["slot_expert"], np.int32),
-                slot_weight=np.array(plain["slot_weight"], np.uint32),
+                slot_expert=integer_table(plain["slot_expert"], np.int32),
+                slot_weight=integer_table(plain["slot_weight"], np.uint32),
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise InvalidPlacement(f"not a placement: {error}") from error
+
+
+def integer_table(rows: Any, dtype: type[_Integer]) -> NDArray[_Integer]:
+    """Nested lists of integers as an array; `InvalidPlacement` for anything else."""
+    try:
+        table = np.array(rows)
+    except ValueError as error:
+        raise InvalidPlacement(f"the table's rows are not equally long: {error}") from error
+    limits = np.iinfo(dtype)
+    if table.dtype.kind not in "iu":
+        raise InvalidPlacement(f"the table holds {table.dtype}, not integers")
+    if table.size and not (limits.min <= int(table.min()) and int(table.max()) <= limits.max):
+        raise InvalidPlacement(f"the table holds a number outside {limits.min}..{limits.max}")
+    return table.astype(dtype)
 
 
 def _keys(slot_expert: Int32Array, experts: int) -> NDArray[np.int64]:
