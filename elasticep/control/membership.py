@@ -187,7 +187,7 @@ class Membership:
         starting = report.incarnation > 0 and not ended
         if seat.phase is Phase.JOINING and not seat.attached and starting:
             if hello:  # the node may not have heard of the grant; it may hear of it twice
-                out.now.append(ev.Grant(seat.node, seat.rank, seat.incarnation))
+                out.after.append(ev.Grant(seat.node, seat.rank, seat.incarnation))
             seat.heard = True
         elif hello or report.incarnation == seat.incarnation:
             self._s.confirm_gone(seat, now_ms, report.cause or "its node holds no worker", out)

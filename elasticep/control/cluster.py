@@ -1,0 +1,160 @@
+"""All nodes and groups that a leader knows: who is heard of, and which group hears what. Pure.
+
+A node has one session for all its groups. It is heard of with every message; a group whose
+`node_timeout` passes without one takes the node's ranks for gone. That is judged here and not by
+the session's end: a daemon that restarts within the timeout keeps its ranks.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticep.control import events as ev
+from elasticep.control.events import Outcome, SeatReport
+from elasticep.control.membership import Membership
+from elasticep.control.records import Endpoint, Loaded
+from elasticep.errors import UnknownGroup
+from elasticep.group import GroupConfig
+
+# A new leader gives nodes this much longer to come back to it before it misses them.
+TAKEOVER_GRACE_MS: Final = 3_000
+_DEFAULT_HEARTBEAT_MS: Final = 500
+
+Outcomes = list[tuple[str, Outcome]]
+"""(group, what is to be done for it), in order."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that said hello to some leader once.
+
+    Attributes:
+        endpoint: how to reach its daemon.
+        session_id: of its latest session; empty: none with this leader yet.
+        connected: whether that session is open.
+        heard_ms: when it was last heard of; after a change of the leader some time ahead.
+        seats: (group, rank) -> what it said last.
+    """
+
+    endpoint: Endpoint
+    heard_ms: int
+    session_id: str = ""
+    connected: bool = False
+    seats: dict[tuple[str, int], SeatReport] = field(default_factory=dict)
+
+
+class Cluster:
+    """The state of a leader.
+
+    Args:
+        loaded: what the store holds.
+        now_ms: the time.
+    """
+
+    def __init__(self, loaded: Loaded, now_ms: int) -> None:
+        later = now_ms + TAKEOVER_GRACE_MS
+        self.nodes = {name: Node(endpoint, later) for name, endpoint in loaded.nodes.items()}
+        self.groups = {
+            name: Membership(config, now_ms, saved)
+            for name, (config, saved) in loaded.groups.items()
+        }
+
+    def membership(self, group: str) -> Membership:
+        """A group; `UnknownGroup` when there is none of that name."""
+        if group not in self.groups:
+            known = ", ".join(sorted(self.groups)) or "none"
+            raise UnknownGroup(f"there is no group {group!r}; known are: {known}")
+        return self.groups[group]
+
+    @property
+    def heartbeat_ms(self) -> int:
+        """How often heartbeats go both ways: a third of the shortest node timeout."""
+        timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
+        return min(timeouts) // 3 if timeouts else _DEFAULT_HEARTBEAT_MS
+
+    # ---- nodes
+
+    def hello(
+        self,
+        endpoint: Endpoint,
+        session_id: str,
+        seats: Iterable[tuple[str, SeatReport]],
+        now_ms: int,
+    ) -> Outcomes:
+        """A node's session begins; it takes the place of an earlier one."""
+        node = self.nodes.setdefault(endpoint.node, Node(endpoint, now_ms))
+        node.endpoint, node.session_id = endpoint, session_id
+        node.connected, node.heard_ms = True, now_ms
+        node.seats = {(group, report.rank): report for group, report in seats}
+        outcomes: Outcomes = []
+        for group, membership in self.groups.items():
+            reports = _of_group(node.seats, group)
+            held = any(s.node == endpoint.node for s in membership.seats.values())
+            if reports or held:
+                hello = ev.NodeHello(endpoint.node, reports)
+                outcomes.append((group, membership.handle(hello, now_ms)))
+        return outcomes
+
+    def disconnected(self, name: str, session_id: str, now_ms: int) -> Outcomes:
+        """A session ended; nothing happens when the node has a newer one."""
+        node = self.nodes.get(name)
+        if node is None or node.session_id != session_id:
+            return []
+        node.connected = False
+        return self._all(ev.NodeDisconnected(name), now_ms)
+
+    def heard(self, name: str, now_ms: int) -> None:
+        """A message came from a node."""
+        node = self.nodes[name]
+        node.heard_ms = max(node.heard_ms, now_ms)
+
+    def report(self, group: str, event: ev.Event, now_ms: int) -> Outcomes:
+        """What a node says of a rank, or an operator's drain."""
+        if isinstance(event, ev.SeatChanged):
+            key = (group, event.report.rank)
+            self.nodes[event.node].seats[key] = event.report
+        if group not in self.groups:
+            return []  # a node may offer seats to a group that is not made yet
+        return [(group, self.groups[group].handle(event, now_ms))]
+
+    def tick(self, now_ms: int) -> tuple[Outcomes, list[str]]:
+        """Time has passed. Returns outcomes, and nodes whose sessions are to be dropped.
+
+        A node that is taken for gone must say hello again, so that it hears what it missed.
+        """
+        outcomes: Outcomes = []
+        drop: list[str] = []
+        for group, membership in self.groups.items():
+            limit_ms = membership.config.timeouts.node_timeout_ms
+            for name in sorted({s.node for s in membership.seats.values() if s.live}):
+                silent_ms = now_ms - self.nodes[name].heard_ms if name in self.nodes else limit_ms
+                if silent_ms >= limit_ms:
+                    gone = ev.NodeGone(name, f"node {name} was not heard of for {silent_ms} ms")
+                    outcomes.append((group, membership.handle(gone, now_ms)))
+                    drop.append(name)
+            outcomes.append((group, membership.handle(ev.Tick(), now_ms)))
+        return outcomes, drop
+
+    def _all(self, event: ev.Event, now_ms: int) -> Outcomes:
+        return [(group, m.handle(event, now_ms)) for group, m in self.groups.items()]
+
+    # ---- groups
+
+    def create_group(self, config: GroupConfig, now_ms: int) -> tuple[bool, Outcomes]:
+        """Create a group, or confirm that it exists with the same config (`GroupMismatch`)."""
+        existing = self.groups.get(config.name)
+        if existing is not None:
+            existing.config.require_same(config)
+            return False, []
+        membership = self.groups[config.name] = Membership(config, now_ms)
+        outcomes: Outcomes = []
+        for name, node in self.nodes.items():
+            reports = _of_group(node.seats, config.name)
+            if node.connected and reports:
+                hello = ev.NodeHello(name, reports)
+                outcomes.append((config.name, membership.handle(hello, now_ms)))
+        return True, outcomes
+
+
+def _of_group(seats: Mapping[tuple[str, int], SeatReport], group: str) -> tuple[SeatReport, ...]:
+    return tuple(report for (name, _), report in sorted(seats.items()) if name == group)

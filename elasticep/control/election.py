@@ -1,0 +1,181 @@
+"""Who leads: a leased key in the store. Whoever creates it leads until it is gone.
+
+Every write of a leader compares the key's create revision, so one that was deposed without noticing
+writes nothing. By its own clock a leader gives up when it could not renew its lease for as long as
+the lease lasts, so that nodes look for another.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from elasticep.control.records import LEADER
+from elasticep.control.store import CreateRevision, Delete, LeaseLost, Put, Store, StoreRefused
+from elasticep.errors import ElasticEPError, Unavailable
+
+_log = structlog.get_logger("elasticep.controller")
+_CALL_S: Final = 1.0
+_RETRY_S: Final = 0.2
+# What may go wrong with a store for a while.
+STORE_ERRORS: Final = (Unavailable, LeaseLost, StoreRefused)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A controller that may lead. `id` is new for every process."""
+
+    name: str
+    address: str
+    id: str
+
+    @classmethod
+    def new(cls, name: str, address: str) -> "Candidate":
+        """A candidate of this process."""
+        return cls(name, address, uuid.uuid4().hex)
+
+    def encode(self) -> bytes:
+        """What lies under the leader key."""
+        plain = {"name": self.name, "address": self.address, "id": self.id}
+        return json.dumps(plain, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, value: bytes) -> "Candidate":
+        """Inverse of `encode`; unreadable content is somebody without a name."""
+        try:
+            plain = json.loads(value)
+            return cls(str(plain["name"]), str(plain["address"]), str(plain["id"]))
+        except (ValueError, KeyError, TypeError):
+            return cls("unknown", "", "")
+
+
+class Deposed(ElasticEPError):
+    """This controller does not lead any more."""
+
+    reason = "NOT_LEADER"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """One term of office: the create revision of the leader key, and its lease."""
+
+    revision: int
+    lease: int
+
+    def guard(self) -> CreateRevision:
+        """The compare that every write of this term carries."""
+        return CreateRevision(LEADER, self.revision)
+
+
+class Election:
+    """Campaigns, holds the lead, and gives it back.
+
+    Args:
+        store: where the leader key lies.
+        me: this controller.
+        ttl_s: time of the lease, seconds.
+    """
+
+    def __init__(self, store: Store, me: Candidate, ttl_s: int) -> None:
+        self._store = store
+        self._me = me
+        self._ttl_s = ttl_s
+        self.leader: Candidate | None = None  # as last seen
+
+    async def campaign(self) -> Lead:
+        """Wait until this controller leads."""
+        while True:
+            try:
+                lead = await self._try()
+                if lead is not None:
+                    self.leader = self._me
+                    return lead
+                await self._until_free()
+            except STORE_ERRORS as error:
+                _log.warning("election.failed", error=str(error))
+                await asyncio.sleep(_RETRY_S)
+
+    async def _try(self) -> Lead | None:
+        held = await self._store.get(LEADER, deadline_s=_CALL_S)
+        if held is not None:
+            self.leader = Candidate.decode(held.value)
+            if self.leader.id != self._me.id:
+                return None
+            # A term of our own that we gave up, or a write of which we did not hear the outcome.
+            await self._store.transact(
+                (CreateRevision(LEADER, held.create_revision),),
+                (Delete(LEADER),),
+                deadline_s=_CALL_S,
+            )
+        lease = await self._store.lease_grant(self._ttl_s, deadline_s=_CALL_S)
+        done = await self._store.transact(
+            (CreateRevision(LEADER, 0),),
+            (Put(LEADER, self._me.encode(), lease),),
+            deadline_s=_CALL_S,
+        )
+        if done.succeeded:
+            return Lead(done.revision, lease)
+        await self._revoke(lease)
+        return None
+
+    async def _until_free(self) -> None:
+        held = await self._store.get(LEADER, deadline_s=_CALL_S)
+        if held is None:
+            return
+        async with aclosing(self._store.watch(LEADER, after_revision=held.mod_revision)) as changes:
+            async for _ in changes:
+                held = await self._store.get(LEADER, deadline_s=_CALL_S)
+                if held is None:
+                    return
+                self.leader = Candidate.decode(held.value)
+
+    async def hold(self, lead: Lead) -> None:
+        """Renew the lease until it cannot be; returns when the lead is lost."""
+        watcher = asyncio.create_task(self._watch_own(lead))
+        try:
+            good_until = time.monotonic() + self._ttl_s
+            while (left_s := good_until - time.monotonic()) > 0:
+                began = time.monotonic()
+                try:
+                    ttl_s = await self._store.lease_keepalive(
+                        lead.lease, deadline_s=max(0.05, min(_CALL_S, left_s))
+                    )
+                    good_until = began + ttl_s
+                except LeaseLost as error:
+                    _log.warning("lead.lost", reason=str(error))
+                    return
+                except STORE_ERRORS as error:
+                    _log.warning("lease.unrenewed", error=str(error), left_s=round(left_s, 2))
+                done, _ = await asyncio.wait({watcher}, timeout=self._ttl_s / 3)
+                if done:
+                    return
+            _log.warning("lead.lost", reason=f"the lease was not renewed for {self._ttl_s} s")
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+
+    async def _watch_own(self, lead: Lead) -> None:
+        """Return when the leader key is not ours any more."""
+        async with aclosing(self._store.watch(LEADER, after_revision=lead.revision)) as changes:
+            async for _ in changes:
+                with suppress(*STORE_ERRORS):
+                    held = await self._store.get(LEADER, deadline_s=_CALL_S)
+                    if held is None or held.create_revision != lead.revision:
+                        _log.warning("lead.lost", reason="the leader key is not ours any more")
+                        return
+
+    async def resign(self, lead: Lead) -> None:
+        """Give the lead back at once, so that a standby need not wait for the lease."""
+        if self.leader is self._me:
+            self.leader = None
+        await self._revoke(lead.lease)
+
+    async def _revoke(self, lease: int) -> None:
+        with suppress(*STORE_ERRORS):
+            await self._store.lease_revoke(lease, deadline_s=0.5)

@@ -1,0 +1,96 @@
+"""The controller's metrics, in a registry of their own."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from elasticep.control.events import Notice
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+
+class ControllerMetrics:
+    """Counters and gauges of one controller process.
+
+    Attributes:
+        registry: what `/metrics` shows.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.leader = Gauge(
+            "elasticep_controller_leader", "1 while this controller leads.", registry=self.registry
+        )
+        self.terms = Counter(
+            "elasticep_controller_terms",
+            "How often this controller became the leader.",
+            registry=self.registry,
+        )
+        self.nodes = Gauge(
+            "elasticep_controller_connected_nodes",
+            "Nodes with an open session.",
+            registry=self.registry,
+        )
+        self.proposed = self._group_counter("views_proposed", "Views proposed.")
+        self.adopted = self._group_counter("views_adopted", "Views that all live members adopted.")
+        self.ended = self._group_counter(
+            "incarnations_ended", "Incarnations of ranks that ended, drained ones not counted."
+        )
+        self.suspected = self._group_counter(
+            "ranks_suspected", "Times a rank came under suspicion."
+        )
+        self.staging_failed = self._group_counter(
+            "staging_failures", "Members that could not stage a view, or not in time."
+        )
+        self.refused = Counter(
+            "elasticep_controller_messages_refused",
+            "Messages of nodes that made no sense.",
+            registry=self.registry,
+        )
+        self.faults = Counter(
+            "elasticep_controller_faults",
+            "Unexpected errors after which the state was read anew from the store.",
+            registry=self.registry,
+        )
+        self.adopt_seconds = Histogram(
+            "elasticep_controller_adopt_seconds",
+            "From the decision for a view until every live member ran in it.",
+            ["group"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.write_seconds = Histogram(
+            "elasticep_controller_store_write_seconds",
+            "Transactions of the leader.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.epoch = self._group_gauge("epoch", "Epoch of the latest view.")
+        self.adopted_epoch = self._group_gauge("adopted_epoch", "Epoch that all live members run.")
+        self.members = self._group_gauge("members", "Members of the latest view.")
+        self.lost = self._group_gauge(
+            "lost_experts", "(layer, expert) pairs of the latest view without a replica."
+        )
+
+    def _group_counter(self, name: str, what: str) -> Counter:
+        return Counter(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+
+    def _group_gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+
+    def count(self, group: str, notice: Notice) -> None:
+        """Take what a notice says."""
+        fields = notice.fields
+        if notice.event == "view.proposed":
+            self.proposed.labels(group).inc()
+            self.epoch.labels(group).set(fields["epoch"])
+            self.members.labels(group).set(len(fields["members"]))
+            self.lost.labels(group).set(fields["lost_experts"])
+        elif notice.event == "view.adopted":
+            self.adopted.labels(group).inc()
+            self.adopted_epoch.labels(group).set(fields["epoch"])
+            self.adopt_seconds.labels(group).observe(fields["took_ms"] / 1_000)
+        elif notice.event == "rank.fenced" and fields["counts"]:
+            self.ended.labels(group).inc()
+        elif notice.event == "rank.suspected":
+            self.suspected.labels(group).inc()
+        elif notice.event == "staging.failed":
+            self.staging_failed.labels(group).inc()

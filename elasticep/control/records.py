@@ -1,0 +1,185 @@
+"""The keys of the store and what lies under them.
+
+    /elasticep/v1/leader                          {name, id, address}, leased
+    /elasticep/v1/nodes/<node>                    NodeEndpoint
+    /elasticep/v1/groups/<group>/config           GroupConfig
+    /elasticep/v1/groups/<group>/view             View with placement, compressed
+    /elasticep/v1/groups/<group>/adopted          epoch
+    /elasticep/v1/groups/<group>/members/<rank>   {incarnation, node, phase, since, held, reason}
+    /elasticep/v1/groups/<group>/history/<epoch>  {sentence, members, expelled, at_unix_ms}
+
+One leader serves all groups, because a node has one session for all of them. Only the leader key
+has a lease: incarnations and endpoints must outlive every process that wrote them.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from elasticep.control import events as ev
+from elasticep.control.state import HISTORY_LENGTH, Saved
+from elasticep.control.store import Delete, KeyValue, Put
+from elasticep.control.views import View
+from elasticep.errors import ElasticEPError
+from elasticep.group import GroupConfig
+from elasticep.proto import types_pb2
+
+PREFIX: Final = "/elasticep/v1/"
+LEADER: Final = f"{PREFIX}leader"
+_HISTORY_KEPT: Final = 1_000  # epochs
+_MAX_VIEW_BYTES: Final = 256 << 20
+
+
+class StoreCorrupt(ElasticEPError):
+    """A key holds what this version cannot read."""
+
+    reason = "STORE_CORRUPT"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How to reach the daemon of a node; see `NodeEndpoint` in types.proto."""
+
+    node: str
+    domain: str
+    grpc_address: str
+    fd_socket: str
+
+    def to_proto(self) -> types_pb2.NodeEndpoint:
+        """The message."""
+        return types_pb2.NodeEndpoint(**asdict(self))
+
+
+@dataclass(slots=True)
+class Loaded:
+    """All that the store holds."""
+
+    nodes: dict[str, Endpoint] = field(default_factory=dict)
+    groups: dict[str, tuple[GroupConfig, Saved]] = field(default_factory=dict)
+    view_revisions: dict[str, int] = field(default_factory=dict)
+
+
+def view_key(group: str) -> str:
+    """Where a group's latest view lies."""
+    return f"{PREFIX}groups/{group}/view"
+
+
+def put_node(endpoint: Endpoint) -> Put:
+    """Write a node's endpoint."""
+    content: bytes = endpoint.to_proto().SerializeToString(deterministic=True)
+    return Put(f"{PREFIX}nodes/{endpoint.node}", content)
+
+
+def put_config(config: GroupConfig) -> Put:
+    """Write a group's config."""
+    content: bytes = config.to_proto().SerializeToString(deterministic=True)
+    return Put(f"{PREFIX}groups/{config.name}/config", content)
+
+
+def view_bytes(view: View) -> bytes:
+    """What lies under `/view`."""
+    return zlib.compress(view.to_proto().SerializeToString(deterministic=True), level=1)
+
+
+def operations(group: str, write: ev.Write, at_unix_ms: int) -> list[Put | Delete]:
+    """The store operations of one write."""
+    base = f"{PREFIX}groups/{group}"
+    if isinstance(write, ev.SaveAdopted):
+        return [Put(f"{base}/adopted", str(write.epoch).encode())]
+    if isinstance(write, ev.SaveSeat):
+        return [Put(f"{base}/members/{write.rank}", _json(asdict(write)))]
+    view = write.view
+    history = {
+        "sentence": view.describe(),
+        "members": [[m.rank, m.incarnation, m.node] for m in view.members],
+        "expelled": [[m.rank, m.incarnation, m.node] for m in view.expelled],
+        "at_unix_ms": at_unix_ms,
+    }
+    found: list[Put | Delete] = [
+        Put(view_key(group), view_bytes(view)),
+        Put(f"{base}/history/{view.epoch:020d}", _json(history)),
+    ]
+    if view.epoch > _HISTORY_KEPT:
+        found.append(Delete(f"{base}/history/{view.epoch - _HISTORY_KEPT:020d}"))
+    return found
+
+
+def load(items: Iterable[KeyValue]) -> Loaded:
+    """Read everything under `PREFIX`.
+
+    Raises:
+        StoreCorrupt: a key cannot be read; the message names it.
+    """
+    loaded = Loaded()
+    groups: dict[str, dict[str, KeyValue]] = {}
+    for item in items:
+        kind, _, rest = item.key.removeprefix(PREFIX).partition("/")
+        if kind == "nodes":
+            endpoint = _read(item, _endpoint)
+            loaded.nodes[endpoint.node] = endpoint
+        elif kind == "groups":
+            name, _, what = rest.partition("/")
+            groups.setdefault(name, {})[what] = item
+    for name, keys in groups.items():
+        if "config" not in keys:
+            continue  # a group that was deleted by hand, in part
+        config: GroupConfig = _read(keys["config"], _config)
+        loaded.groups[name] = (config, _saved(config, keys))
+        if "view" in keys:
+            loaded.view_revisions[name] = keys["view"].mod_revision
+    return loaded
+
+
+def _saved(config: GroupConfig, keys: dict[str, KeyValue]) -> Saved:
+    view = adopted = None
+    if "view" in keys:
+        view = _read(keys["view"], lambda value: _view(config, value))
+    if "adopted" in keys:
+        adopted = _read(keys["adopted"], int)
+    seats = [_read(item, _seat) for key, item in keys.items() if key.startswith("members/")]
+    history = sorted(key for key in keys if key.startswith("history/"))[-HISTORY_LENGTH:]
+    return Saved(
+        view=view,
+        adopted=min(adopted or 0, view.epoch) if view else 0,
+        seats=tuple(sorted(seats, key=lambda seat: int(seat.rank))),
+        history=tuple(
+            _read(keys[key], lambda v: str(json.loads(v)["sentence"])) for key in history
+        ),
+    )
+
+
+def _read(item: KeyValue, parse: Any) -> Any:
+    try:
+        return parse(item.value)
+    except (ValueError, TypeError, KeyError, DecodeError, zlib.error, ElasticEPError) as error:
+        raise StoreCorrupt(
+            f"{item.key} cannot be read ({type(error).__name__}: {error}); restore it from a "
+            "backup of the store, or delete it to give that state up"
+        ) from error
+
+
+def _endpoint(value: bytes) -> Endpoint:
+    message = types_pb2.NodeEndpoint.FromString(value)
+    return Endpoint(message.node, message.domain, message.grpc_address, message.fd_socket)
+
+
+def _config(value: bytes) -> GroupConfig:
+    return GroupConfig.from_proto(types_pb2.GroupConfig.FromString(value))
+
+
+def _view(config: GroupConfig, value: bytes) -> View:
+    inflate = zlib.decompressobj()
+    content = inflate.decompress(value, _MAX_VIEW_BYTES)
+    return View.from_proto(config.geometry, types_pb2.View.FromString(content))
+
+
+def _seat(value: bytes) -> ev.SaveSeat:
+    return ev.SaveSeat(**json.loads(value))
+
+
+def _json(plain: object) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()

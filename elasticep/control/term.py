@@ -1,0 +1,343 @@
+"""One term of office of a leader: the cluster's state, the nodes' sessions, and the writes.
+
+The order that keeps the promises of `membership`: an outcome's `now` is sent at once; its writes go
+through one queue, one transaction at a time, each guarded by the leader key and for `/view` by its
+previous revision; its `after` is sent when its transaction succeeded. Whatever goes wrong ends the
+term: the state is read anew from the store by whoever leads next.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import structlog
+
+from elasticep.control import events as ev
+from elasticep.control import messages, records
+from elasticep.control.cluster import Cluster, Outcomes
+from elasticep.control.election import STORE_ERRORS, Deposed, Lead
+from elasticep.control.events import Outcome, SeatReport
+from elasticep.control.metrics import ControllerMetrics
+from elasticep.control.records import LEADER, Endpoint
+from elasticep.control.session import NodeSession
+from elasticep.control.store import Delete, ModRevision, Put, Store
+from elasticep.control.views import View
+from elasticep.errors import ElasticEPError, NotLeader, Unavailable
+from elasticep.group import GroupConfig
+from elasticep.proto.controller_pb2 import ControllerHeartbeat, ControllerMessage
+
+_log = structlog.get_logger("elasticep.controller")
+TICK_S: Final = 0.05
+_WRITE_S: Final = 1.0  # one attempt of a transaction
+_OPERATIONS: Final = 100  # of one transaction
+_MAX_QUEUED_WRITES: Final = 10_000
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Commit:
+    """Writes of one outcome, and what follows when they are in the store."""
+
+    group: str
+    operations: list[Put | Delete]
+    view: View | None
+    after: Sequence[ev.Send]
+    done: "asyncio.Future[None]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Term:
+    """What a leader does while it leads.
+
+    Args:
+        store: where it writes.
+        lead: the term's guard.
+        loaded: what the store holds.
+        metrics: counters.
+    """
+
+    def __init__(
+        self, store: Store, lead: Lead, loaded: records.Loaded, metrics: ControllerMetrics
+    ) -> None:
+        self._store = store
+        self._lead = lead
+        self._metrics = metrics
+        self.cluster = Cluster(loaded, self.now_ms())
+        self._view_revisions = dict(loaded.view_revisions)
+        self._sessions: dict[str, NodeSession] = {}
+        self._commits: asyncio.Queue[_Commit] = asyncio.Queue(_MAX_QUEUED_WRITES)
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._published: dict[str, View] = {
+            name: m.view for name, m in self.cluster.groups.items() if m.view is not None
+        }
+        self._changed = asyncio.Event()
+
+    @staticmethod
+    def now_ms() -> int:
+        """The clock of all events."""
+        return time.monotonic_ns() // 1_000_000
+
+    async def run(self) -> None:
+        """Lead until something ends the term; raises what did."""
+        tasks = [
+            asyncio.ensure_future(work)
+            for work in (self._write(), self._tick(), self._beat(), self._fault)
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._end()
+
+    def _end(self) -> None:
+        over = NotLeader("this controller does not lead any more; connect to the next leader")
+        for session in list(self._sessions.values()):
+            session.close(over)
+        while not self._commits.empty():
+            self._commits.get_nowait().done.cancel()
+        self._changed.set()
+
+    # ---- what is heard
+
+    def open(self, session: NodeSession, seats: Iterable[tuple[str, SeatReport]]) -> None:
+        """A node said hello."""
+        old = self._sessions.get(session.node)
+        if old is not None:
+            old.close(Unavailable(f"node {session.node} opened another session"))
+        self._sessions[session.node] = session
+        self._metrics.nodes.set(len(self._sessions))
+        endpoint = session.endpoint
+        known = self.cluster.nodes.get(session.node)
+        if known is None or known.endpoint != endpoint:
+            # Written before anything that the hello leads to, so that the next leader can tell
+            # members how to reach this node even if it never says hello to it.
+            self._enqueue(_Commit("", [records.put_node(endpoint)], None, ()))
+        now_ms = self.now_ms()
+        self._guarded(lambda: self.cluster.hello(endpoint, session.session_id, seats, now_ms))
+        _log.info("node.connected", node=session.node, session=session.session_id)
+
+    def closed(self, session: NodeSession, why: str) -> None:
+        """A node's stream is over."""
+        if self._sessions.get(session.node) is session:
+            del self._sessions[session.node]
+        self._metrics.nodes.set(len(self._sessions))
+        name, now_ms = session.node, self.now_ms()
+        self._guarded(lambda: self.cluster.disconnected(name, session.session_id, now_ms))
+        _log.info("node.disconnected", node=name, session=session.session_id, reason=why)
+
+    def heard(self, session: NodeSession, events: Iterable[tuple[str, ev.Event]]) -> None:
+        """A message of a node."""
+        if self._sessions.get(session.node) is not session:
+            return
+        now_ms = self.now_ms()
+        self.cluster.heard(session.node, now_ms)
+        for group, event in events:
+            self._guarded(lambda g=group, e=event: self.cluster.report(g, e, now_ms))  # type: ignore[misc]
+
+    # ---- what operators ask
+
+    async def create_group(self, config: GroupConfig) -> bool:
+        """Create a group; returns once that is in the store. `GroupMismatch` when it differs."""
+        now_ms = self.now_ms()
+        created, outcomes = self.cluster.create_group(config, now_ms)
+        commit = _Commit(config.name, [records.put_config(config)] if created else [], None, ())
+        self._enqueue(commit)
+        self._do(outcomes)
+        await self._durable(commit)
+        return created
+
+    async def operate(self, group: str, event: ev.Drain | ev.Undrain) -> None:
+        """Drain or undrain; returns once that is in the store."""
+        self.cluster.membership(group)
+        commits = self._do(self.cluster.report(group, event, self.now_ms()))
+        for commit in commits:
+            await self._durable(commit)
+
+    async def _durable(self, commit: _Commit) -> None:
+        try:
+            await asyncio.shield(commit.done)
+        except asyncio.CancelledError:
+            if commit.done.cancelled():
+                raise NotLeader("the lead was lost before this was written; ask again") from None
+            raise
+
+    async def wait_view(self, group: str, condition: Callable[[View], bool]) -> View:
+        """The first published view of a group for which the condition holds."""
+        while True:
+            changed = self._changed
+            view = self._published.get(group)
+            if view is not None and condition(view):
+                return view
+            if self._fault.done():
+                raise NotLeader("this controller does not lead any more")
+            await changed.wait()
+
+    async def views(self, group: str) -> AsyncGenerator[View, None]:
+        """The group's view, then every later one; a slow reader is spared those in between."""
+        epoch = 0
+        while True:
+            view = await self.wait_view(group, lambda v, seen=epoch: v.epoch > seen)  # type: ignore[misc]
+            epoch = view.epoch
+            yield view
+
+    # ---- what follows
+
+    def _guarded(self, work: Callable[[], Outcomes]) -> None:
+        """Do what an event leads to. An error in it is ours: the term ends, the process goes on."""
+        try:
+            self._do(work())
+        except Exception as error:
+            self._metrics.faults.inc()
+            _log.exception("controller.fault", error=str(error))
+            if not self._fault.done():
+                self._fault.set_exception(error)
+
+    def _do(self, outcomes: Outcomes) -> list[_Commit]:
+        commits = []
+        for group, outcome in outcomes:
+            self._send(group, outcome.now)
+            if outcome.writes or outcome.after:
+                commits.append(self._commit_of(group, outcome))
+                self._enqueue(commits[-1])
+            for notice in outcome.notices:
+                self._metrics.count(group, notice)
+                _log.info(notice.event, group=group, **notice.fields)
+        return commits
+
+    def _commit_of(self, group: str, outcome: Outcome) -> _Commit:
+        at_unix_ms = time.time_ns() // 1_000_000
+        view = None
+        operations: list[Put | Delete] = []
+        for write in outcome.writes:
+            operations += records.operations(group, write, at_unix_ms)
+            if isinstance(write, ev.SaveView):
+                view = write.view
+        return _Commit(group, operations, view, tuple(outcome.after))
+
+    def _enqueue(self, commit: _Commit) -> None:
+        try:
+            self._commits.put_nowait(commit)
+        except asyncio.QueueFull:
+            if not self._fault.done():
+                full = f"{_MAX_QUEUED_WRITES} writes wait for the store"
+                self._fault.set_exception(Unavailable(full))
+
+    def _send(self, group: str, sends: Iterable[ev.Send]) -> None:
+        for send in sends:
+            session = self._sessions.get(send.node)
+            if session is None:
+                continue  # it will say hello and hear it then
+            if isinstance(send, ev.Propose):
+                endpoints = {name: node.endpoint for name, node in self.cluster.nodes.items()}
+                message = messages.proposal_message(send.view, send.ranks, endpoints)
+            elif isinstance(send, ev.Grant):
+                config = self.cluster.membership(group).config
+                message = messages.grant_message(config, send)
+            else:
+                message = messages.fence_message(group, send)
+            session.send(message)
+
+    # ---- the store
+
+    async def _write(self) -> None:
+        while True:
+            commit = await self._commits.get()
+            try:
+                began = time.monotonic()
+                await self._commit(commit)
+                if commit.operations:
+                    self._metrics.write_seconds.observe(time.monotonic() - began)
+            except BaseException:
+                commit.done.cancel()
+                raise
+            self._send(commit.group, commit.after)
+            if commit.view is not None:
+                self._published[commit.group] = commit.view
+                self._changed.set()
+                self._changed = asyncio.Event()
+            if not commit.done.done():
+                commit.done.set_result(None)
+
+    async def _commit(self, commit: _Commit) -> None:
+        """Write all, the view last; what is too much for one transaction goes in several."""
+        last = [op for op in commit.operations if commit.view and _of_view(commit, op)]
+        first = [op for op in commit.operations if op not in last]
+        while len(first) + len(last) > _OPERATIONS:
+            await self._transact(commit, first[:_OPERATIONS], None)
+            first = first[_OPERATIONS:]
+        if first or last:
+            await self._transact(commit, [*first, *last], commit.view)
+
+    async def _transact(
+        self, commit: _Commit, operations: list[Put | Delete], view: View | None
+    ) -> None:
+        key = records.view_key(commit.group)
+        compares: list[ModRevision] = []
+        if view is not None:
+            compares.append(ModRevision(key, self._view_revisions.get(commit.group, 0)))
+        while True:
+            try:
+                done = await self._store.transact(
+                    (self._lead.guard(), *compares), operations, deadline_s=_WRITE_S
+                )
+            except Unavailable as error:
+                _log.warning("store.unavailable", error=str(error))
+                await asyncio.sleep(TICK_S)
+                continue
+            if done.succeeded:
+                if view is not None:
+                    self._view_revisions[commit.group] = done.revision
+                return
+            if await self._written_already(key, view):
+                return
+            raise Deposed("the leader key or a view was written by another controller")
+
+    async def _written_already(self, key: str, view: View | None) -> bool:
+        """Whether an attempt whose outcome was not heard did succeed, and the lead is still ours."""
+        while True:
+            try:
+                leader = await self._store.get(LEADER, deadline_s=_WRITE_S)
+                stored = await self._store.get(key, deadline_s=_WRITE_S)
+                break
+            except STORE_ERRORS as error:
+                _log.warning("store.unavailable", error=str(error))
+                await asyncio.sleep(TICK_S)
+        if leader is None or leader.create_revision != self._lead.revision or view is None:
+            return False
+        if stored is None or stored.value != records.view_bytes(view):
+            return False
+        self._view_revisions[view.group] = stored.mod_revision
+        return True
+
+    # ---- time
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            outcomes, drop = self.cluster.tick(self.now_ms())
+            self._guarded(lambda o=outcomes: o)  # type: ignore[misc]
+            for name in drop:
+                if name in self._sessions:
+                    silent = f"node {name} was not heard of; it must say hello again"
+                    self._sessions[name].close(Unavailable(silent))
+
+    async def _beat(self) -> None:
+        beat = ControllerMessage(heartbeat=ControllerHeartbeat(leader_revision=self._lead.revision))
+        while True:
+            for session in list(self._sessions.values()):
+                session.send(beat)
+            await asyncio.sleep(self.cluster.heartbeat_ms / 1_000)
+
+
+def _of_view(commit: _Commit, operation: Put | Delete) -> bool:
+    return operation.key == records.view_key(commit.group) or "/history/" in operation.key
+
+
+__all__ = ["ElasticEPError", "Endpoint", "Term"]

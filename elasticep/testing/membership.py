@@ -1,0 +1,296 @@
+"""A group of simulated nodes around the real membership: for unit tests, without clock or sockets.
+
+`World` plays the daemons and engines: it answers grants, stages views, passes step barriers, kills
+and cuts off what it is told to. Every message waits in a queue until it is delivered, in an order
+that the test may choose.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from elasticep.control import events as ev
+from elasticep.control.events import Fence, Grant, Outcome, Propose, SeatReport, SeatState
+from elasticep.control.membership import Membership, Saved
+from elasticep.control.views import View
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig
+from elasticep.spec import ExchangeSpec
+
+
+def group_config(
+    *, ranks: int = 4, max_ranks: int = 0, experts: int = 8, slots: int = 4, **changes: object
+) -> GroupConfig:
+    """A small group: 2 layers, one `ROUTED` exchange."""
+    return GroupConfig(
+        name="g",
+        geometry=GroupGeometry(
+            layers=2,
+            experts=experts,
+            topk=2,
+            hidden=64,
+            slots_per_rank=slots,
+            max_ranks=max_ranks or ranks,
+        ),
+        exchanges=(("decode", ExchangeSpec.preset("ROUTED")),),
+        initial_ranks=ranks,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@dataclass(slots=True)
+class SimSeat:
+    """One seat on a simulated node."""
+
+    rank: int
+    incarnation: int = 0
+    state: SeatState = SeatState.EMPTY
+    cause: str = ""
+    epoch: int = 0
+    views: dict[int, View] = field(default_factory=dict)  # staged, later than `epoch`
+    hung: bool = False
+
+    def report(self) -> SeatReport:
+        """What the node says of it."""
+        return SeatReport(self.rank, self.incarnation, self.state, self.epoch, self.cause)
+
+
+@dataclass(slots=True)
+class SimNode:
+    """A node with its seats and the messages on the way to it."""
+
+    name: str
+    seats: dict[int, SimSeat]
+    up: bool = True
+    inbox: list[ev.Send] = field(default_factory=list)
+
+
+class World:
+    """Nodes, seats, time, and one membership.
+
+    Args:
+        config: the group's config.
+        nodes: node -> ranks that it offers.
+        attach: engines attach as soon as their worker is up.
+    """
+
+    def __init__(
+        self, config: GroupConfig, nodes: dict[str, Iterable[int]], *, attach: bool = True
+    ) -> None:
+        self.config = config
+        self.now_ms = 1_000
+        self.attach = attach
+        self.nodes = {n: SimNode(n, {r: SimSeat(r) for r in ranks}) for n, ranks in nodes.items()}
+        self.membership = Membership(config, self.now_ms)
+        self.saved_view: View | None = None
+        self.saved_adopted = 0
+        self.saved_seats: dict[int, ev.SaveSeat] = {}
+        self.proposed: list[View] = []
+        self.notices: list[ev.Notice] = []
+        self.dead: set[tuple[int, int]] = set()  # incarnations whose dead word is set somewhere
+        for name in self.nodes:
+            self.connect(name)
+
+    # ---- the store and the network
+
+    def feed(self, event: ev.Event) -> Outcome:
+        """Give the membership one event; write and send what it wants."""
+        out = self.membership.handle(event, self.now_ms)
+        self._send(out.now)
+        for write in out.writes:
+            if isinstance(write, ev.SaveView):
+                self.saved_view = write.view
+                self.proposed.append(write.view)
+            elif isinstance(write, ev.SaveAdopted):
+                self.saved_adopted = write.epoch
+            else:
+                self.saved_seats[write.rank] = write
+        self._send(out.after)
+        self.notices += out.notices
+        return out
+
+    def _send(self, sends: Iterable[ev.Send]) -> None:
+        for send in sends:
+            if self.nodes[send.node].up:
+                self.nodes[send.node].inbox.append(send)
+
+    def advance(self, ms: int, *, step_ms: int = 100) -> None:
+        """Let time pass, with ticks."""
+        end = self.now_ms + ms
+        while self.now_ms < end:
+            self.now_ms = min(end, self.now_ms + step_ms)
+            self.feed(ev.Tick())
+
+    def restart_controller(self) -> None:
+        """The next leader takes over from the store; nodes connect again."""
+        seats = tuple(self.saved_seats[rank] for rank in sorted(self.saved_seats))
+        saved = Saved(self.saved_view, self.saved_adopted, seats, self.membership.history)
+        self.membership = Membership(self.config, self.now_ms, saved)
+        for node in self.nodes.values():
+            node.inbox.clear()
+            if node.up:
+                self.connect(node.name)
+
+    def connect(self, name: str) -> None:
+        """A node's session begins, or begins again."""
+        node = self.nodes[name]
+        node.up = True
+        self.feed(ev.NodeHello(name, tuple(s.report() for s in node.seats.values())))
+
+    def cut(self, name: str, *, gone: bool = False) -> None:
+        """A node's session ends; `gone`: for longer than the node timeout."""
+        node = self.nodes[name]
+        node.up = False
+        node.inbox.clear()
+        self.feed(ev.NodeDisconnected(name))
+        if gone:
+            self.feed(ev.NodeGone(name, f"node {name} was not heard of"))
+
+    # ---- what nodes do
+
+    def seat(self, rank: int, incarnation: int = 0) -> tuple[SimNode, SimSeat]:
+        """Where a rank's highest (or given) incarnation is."""
+        found = [(n, n.seats[rank]) for n in self.nodes.values() if rank in n.seats]
+        if incarnation:
+            return next((n, s) for n, s in found if s.incarnation == incarnation)
+        return max(found, key=lambda pair: pair[1].incarnation)
+
+    def deliver(self, name: str) -> bool:
+        """One message to a node; False when there was none."""
+        node = self.nodes[name]
+        if not node.inbox or not node.up:
+            return False
+        message = node.inbox.pop(0)
+        if isinstance(message, Grant):
+            self._grant(node, message)
+        elif isinstance(message, Fence):
+            self._fence(node, message)
+        else:
+            self._propose(node, message)
+        return True
+
+    def run(self, limit: int = 10_000) -> None:
+        """Deliver until all is quiet."""
+        for _ in range(limit):
+            delivered = [self.deliver(name) for name in sorted(self.nodes)]
+            if not any(delivered):
+                return
+        raise AssertionError("messages go round and round")
+
+    def _grant(self, node: SimNode, grant: Grant) -> None:
+        seat = node.seats[grant.rank]
+        assert grant.incarnation > seat.incarnation or seat.state is SeatState.EMPTY, (grant, seat)
+        if grant.incarnation == seat.incarnation:
+            return
+        assert seat.state is SeatState.EMPTY, (grant, seat)
+        node.seats[grant.rank] = SimSeat(grant.rank, grant.incarnation, SeatState.READY)
+        self._tell(node, node.seats[grant.rank])
+        if self.attach:
+            self.attach_engine(grant.rank)
+
+    def attach_engine(self, rank: int) -> None:
+        """An engine takes the seat."""
+        node, seat = self.seat(rank)
+        assert seat.state is SeatState.READY, seat
+        seat.state = SeatState.ATTACHED
+        self._tell(node, seat)
+
+    def _fence(self, node: SimNode, fence: Fence) -> None:
+        self.dead.add((fence.rank, fence.incarnation))
+        seat = node.seats.get(fence.rank)
+        if seat is not None and seat.incarnation == fence.incarnation:
+            self._end(node, seat, fence.reason)
+
+    def _propose(self, node: SimNode, proposal: Propose) -> None:
+        view = proposal.view
+        self.dead |= {(m.rank, m.incarnation) for m in view.expelled}
+        for rank in proposal.ranks:
+            seat = node.seats[rank]
+            attached = view.holds(rank, seat.incarnation) and seat.state is SeatState.ATTACHED
+            if attached and not seat.hung:
+                self.stage(rank, view)
+
+    def stage(self, rank: int, view: View) -> None:
+        """A rank stages a view."""
+        node, seat = self.seat(rank)
+        assert view.epoch < seat.epoch + 4 or seat.epoch == 0, "a bank in use would be overwritten"
+        seat.views[view.epoch] = view
+        if node.up:
+            self.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch))
+
+    def _tell(self, node: SimNode, seat: SimSeat) -> None:
+        if node.up:
+            self.feed(ev.SeatChanged(node.name, seat.report()))
+
+    def kill(self, rank: int, cause: str = "worker died") -> None:
+        """SIGKILL of a rank's worker or engine; its node reports it and cleans up."""
+        node, seat = self.seat(rank)
+        self._end(node, seat, cause)
+
+    def _end(self, node: SimNode, seat: SimSeat, cause: str) -> None:
+        if seat.state in (SeatState.EMPTY, SeatState.DEAD):
+            return
+        self.dead.add((seat.rank, seat.incarnation))
+        seat.state, seat.cause, seat.epoch = SeatState.DEAD, cause, 0
+        seat.views.clear()
+        self._tell(node, seat)
+        seat.state = SeatState.EMPTY
+        self._tell(node, seat)
+
+    # ---- the step barrier, as protocol.md section 4 has it, in one go
+
+    def barrier(self) -> int:
+        """All live ranks meet: the highest view that all who are in both have staged is adopted.
+
+        Returns the epoch that runs, 0 when nobody can meet.
+        """
+        ranks = [s for n in self.nodes.values() for s in n.seats.values()]
+        alive = [
+            s
+            for s in ranks
+            if s.state is SeatState.ATTACHED and (s.rank, s.incarnation) not in self.dead
+        ]
+        views = {view.epoch: view for view in self.proposed}
+        base = max((s.epoch for s in alive), default=0)
+        candidates = sorted({e for s in alive for e in s.views if e > base}, reverse=True)
+        for epoch in candidates:
+            members = [s for s in alive if views[epoch].holds(s.rank, s.incarnation)]
+            needed = [s for s in members if s.epoch or not base]
+            if needed and all(epoch in s.views and not s.hung for s in needed):
+                for s in members:
+                    if epoch in s.views:
+                        s.epoch = epoch
+                        s.views = {e: v for e, v in s.views.items() if e > epoch}
+                        node, _ = self.seat(s.rank)
+                        if node.up:
+                            event = ev.Adopted(node.name, s.rank, s.incarnation, epoch)
+                            self.feed(event)
+                return epoch
+        return base
+
+    def settle(self, rounds: int = 12) -> None:
+        """Deliver, meet and wait until nothing changes any more."""
+        for _ in range(rounds):
+            self.run()
+            self.barrier()
+            self.run()
+            self.advance(100)
+
+    # ---- questions
+
+    @property
+    def view(self) -> View:
+        """The view proposed last."""
+        assert self.membership.view is not None
+        return self.membership.view
+
+    def wait(self, rank: int, target: int, waited_ms: int, progress: int = 100) -> None:
+        """A rank's node reports that it waits (0: no longer)."""
+        node, seat = self.seat(rank)
+        self.feed(
+            ev.Waits(node.name, rank, seat.incarnation, target, "dispatch", waited_ms, progress)
+        )
+
+    def progress(self, rank: int, progress: int, *, warmup: bool = False) -> None:
+        """A heartbeat's reading of a rank."""
+        node, seat = self.seat(rank)
+        self.feed(ev.Progressed(node.name, rank, seat.incarnation, progress, warmup))
