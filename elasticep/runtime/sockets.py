@@ -86,10 +86,10 @@ class SocketDir:
                 )
             Path(path).unlink(missing_ok=True)
         except ConfigError:
-            self.release(keep_state=True)
+            self._unlock()
             raise
         except OSError as error:
-            self.release(keep_state=True)
+            self._unlock()
             raise ConfigError(f"cannot remove the old socket {path}: {error.strerror}") from None
 
     @staticmethod
@@ -119,5 +119,8 @@ class SocketDir:
         if not keep_state and self._made:
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 self._directory.rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
         os.close(self._lock_fd)
         self._lock_fd = -1

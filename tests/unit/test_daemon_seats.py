@@ -1,0 +1,255 @@
+"""The seat machine: every reachable state, in a small world that knows which processes exist."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from elasticep.errors import UsageError
+from elasticep.native.structs import Holder, Launch
+from elasticep.runtime import seats
+from elasticep.runtime.seats import Half, Seat, SeatState, advance
+
+RUNNER, ENGINE = Holder.RUNNER, Holder.ENGINE
+
+
+def after(seat: Seat, *events: seats.Event) -> tuple[Seat, list[seats.Effect]]:
+    effects: list[seats.Effect] = []
+    for event in events:
+        seat, more = advance(seat, event)
+        effects += more
+    return seat, effects
+
+
+def attached(launch: Launch = Launch.SERVICE) -> Seat:
+    events: list[seats.Event] = [seats.Granted(1)]
+    if launch is Launch.SERVICE:
+        events.append(seats.Held(RUNNER, 1))
+    events.append(seats.Connected(1))
+    if launch is Launch.INLINE:
+        events.append(seats.Held(RUNNER, 1))
+    events.append(seats.Held(ENGINE, 1))
+    seat, _ = after(Seat(launch=launch), *events)
+    assert seat.state is SeatState.ATTACHED
+    return seat
+
+
+def test_service_seat_starts_and_is_taken() -> None:
+    seat, effects = after(Seat(launch=Launch.SERVICE), seats.Granted(1))
+    assert seat.state is SeatState.STARTING
+    assert effects == [seats.Start(1)]
+    seat, effects = after(seat, seats.Held(RUNNER, 1))
+    assert (seat.state, effects) == (SeatState.READY, [seats.Report()])
+    seat, effects = after(seat, seats.Connected(1), seats.Held(ENGINE, 1))
+    assert (seat.state, effects) == (SeatState.ATTACHED, [seats.Report()])
+
+
+def test_inline_seat_is_ready_at_once() -> None:
+    seat, effects = after(Seat(launch=Launch.INLINE), seats.Granted(4))
+    assert seat.state is SeatState.READY
+    assert effects == [seats.Start(4), seats.Report()]
+
+
+def test_a_dead_worker_ends_the_seat_in_order() -> None:
+    seat, effects = after(attached(), seats.Died(RUNNER, 1))
+    assert seat.state is SeatState.ENDING
+    assert effects == [seats.Expel(1, 0, "worker died"), seats.Report(), seats.LetGo(1)]
+    seat, effects = after(seat, seats.Exited(RUNNER, 1, "killed by SIGKILL"))
+    assert (seat.state, effects) == (SeatState.ENDING, [])
+    seat, effects = after(seat, seats.Released(ENGINE, 1))
+    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+
+
+def test_a_dead_engine_takes_the_worker_with_it() -> None:
+    seat, effects = after(attached(), seats.Died(ENGINE, 1))
+    assert effects == [seats.Expel(1, 0, "engine died"), seats.Report(), seats.Kill(RUNNER)]
+    seat, effects = after(seat, seats.Died(RUNNER, 1), seats.Exited(RUNNER, 1))
+    assert (seat.state, effects) == (SeatState.ENDING, [])  # the engine's exit is not confirmed
+    seat, effects = after(seat, seats.Exited(ENGINE, 1))
+    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+
+
+def test_an_engine_that_holds_on_is_killed_after_its_grace() -> None:
+    seat, effects = after(attached(), seats.Ended(1, "expelled", 7), seats.Exited(RUNNER, 1))
+    assert effects[0] == seats.Expel(1, 7, "expelled")
+    assert seat.state is SeatState.ENDING
+    seat, effects = after(seat, seats.GraceOver(1))
+    assert effects == [seats.Kill(ENGINE)]
+    seat, effects = after(seat, seats.Died(ENGINE, 1), seats.GraceOver(1), seats.Exited(ENGINE, 1))
+    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+
+
+def test_inline_engine_is_gone_when_both_locks_are() -> None:
+    seat, effects = after(attached(Launch.INLINE), seats.Released(ENGINE, 1))
+    assert seat.state is SeatState.ENDING
+    assert seats.Kill(RUNNER) not in effects
+    seat, _ = after(seat, seats.Released(RUNNER, 1))
+    assert seat.state is SeatState.EMPTY
+    seat, _ = after(attached(Launch.INLINE), seats.Died(RUNNER, 1), seats.Died(ENGINE, 1))
+    assert (seat.state, seat.cause) == (SeatState.ENDING, "engine died")
+    seat, _ = after(seat, seats.Exited(ENGINE, 1))
+    assert seat.state is SeatState.EMPTY
+
+
+def test_an_engine_between_ticket_and_lock_keeps_the_memory_busy() -> None:
+    ready, _ = after(Seat(launch=Launch.SERVICE), seats.Granted(1), seats.Held(RUNNER, 1))
+    seat, effects = after(ready, seats.Connected(1), seats.Died(RUNNER, 1))
+    assert seats.LetGo(1) in effects
+    seat, _ = after(seat, seats.Exited(RUNNER, 1))
+    assert seat.state is SeatState.ENDING
+    seat, effects = after(seat, seats.Disconnected(1))
+    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+    # An engine that gives up before it took its lock costs nothing.
+    seat, effects = after(ready, seats.Connected(1), seats.Disconnected(1))
+    assert (seat, effects) == (ready, [])
+
+
+def test_earlier_incarnations_move_nothing() -> None:
+    seat, _ = after(attached(), seats.Died(ENGINE, 1), seats.Exited(ENGINE, 1))
+    seat, _ = after(seat, seats.Exited(RUNNER, 1), seats.Granted(2), seats.Held(RUNNER, 2))
+    echoes = (
+        seats.Died(RUNNER, 1),
+        seats.Released(ENGINE, 1),
+        seats.Exited(ENGINE, 1),
+        seats.Ended(1, "late"),
+        seats.GraceOver(1),
+    )
+    assert after(seat, *echoes) == (seat, [])
+
+
+def test_failed_starts_are_counted_until_one_succeeds() -> None:
+    seat = Seat(launch=Launch.SERVICE)
+    for number in (1, 2, 3):
+        seat, effects = after(seat, seats.Granted(number), seats.Exited(RUNNER, number, "status 1"))
+        assert effects[-1] == seats.Report(number)
+    seat, _ = after(seat, seats.Granted(4), seats.Held(RUNNER, 4))
+    assert seat.failed_starts == 0
+    seat = Seat(launch=Launch.INLINE)
+    seat, effects = after(seat, seats.Granted(1), seats.Ended(1, "no memory", failed=True))
+    assert effects[-1] == seats.Report(1)
+
+
+def test_grants_that_cannot_be_followed_are_refused() -> None:
+    with pytest.raises(UsageError, match="must be reported empty first"):
+        advance(attached(), seats.Granted(2))
+    empty, _ = after(attached(), seats.Died(ENGINE, 1), seats.Exited(ENGINE, 1))
+    empty, _ = after(empty, seats.Exited(RUNNER, 1))
+    for old in (0, 1):
+        with pytest.raises(UsageError, match="only grow"):
+            advance(empty, seats.Granted(old))
+    # The controller did not hear the report: it is made again.
+    assert advance(attached(), seats.Granted(1)) == (attached(), (seats.Report(),))
+
+
+# ---- exploration
+
+
+@dataclass(frozen=True)
+class World:
+    """A seat and the truth about its processes, whose news may come late and in any order.
+
+    `worker` and `engine`: 0 none, 1 alive without lock, 2 alive with lock, 3 dying.
+    `news`: events on their way.
+    """
+
+    seat: Seat
+    worker: int = 0
+    engine: int = 0
+    news: frozenset[seats.Event] = frozenset()
+    ended: int = 0  # highest incarnation that was expelled
+
+
+LAST = 2
+
+
+def moves(world: World) -> Iterator[World]:
+    seat, inc = world.seat, world.seat.incarnation
+    for event in world.news:
+        yield deliver(dataclasses.replace(world, news=world.news - {event}), event)
+    if seat.state is SeatState.EMPTY and inc < LAST:
+        yield deliver(world, seats.Granted(inc + 1))
+    if seat.live:
+        yield deliver(world, seats.Ended(inc, "expelled", 5))
+    if seat.state is SeatState.ENDING:
+        yield deliver(world, seats.GraceOver(inc))
+    if seat.state is SeatState.READY and world.engine == 0 and seat.engine is Half.GONE:
+        yield deliver(dataclasses.replace(world, engine=1), seats.Connected(inc))
+    yield from process_moves(world, "worker", RUNNER)
+    yield from process_moves(world, "engine", ENGINE)
+
+
+def process_moves(world: World, name: str, holder: Holder) -> Iterator[World]:
+    inc, state = world.seat.incarnation, getattr(world, name)
+
+    def to(value: int, *events: seats.Event) -> World:
+        return dataclasses.replace(world, **{name: value}, news=world.news | frozenset(events))
+
+    if state == 1:
+        yield to(2, seats.Held(holder, inc))
+        yield to(0, seats.Exited(holder, inc))
+        if holder is ENGINE:
+            yield to(0, seats.Disconnected(inc))
+    elif state == 2:
+        yield to(3, seats.Died(holder, inc))
+        if holder is ENGINE:
+            yield to(0, seats.Released(holder, inc))
+    elif state == 3:
+        yield to(0, seats.Exited(holder, inc))
+
+
+def deliver(world: World, event: seats.Event) -> World:
+    before = world.seat
+    seat, effects = advance(before, event)
+    world = dataclasses.replace(world, seat=seat)
+    for effect in effects:
+        match effect:
+            case seats.Start():
+                assert world.worker == 0, "a second worker"
+                assert world.engine == 0, "the memory is still used by an engine"
+                world = dataclasses.replace(world, worker=1)
+            case seats.Expel(incarnation):
+                assert incarnation > world.ended, "ended twice"
+                world = dataclasses.replace(world, ended=incarnation)
+            case seats.Report():
+                if seat.state is SeatState.EMPTY:
+                    assert (world.worker, world.engine) == (0, 0), "EMPTY too early"
+    return world
+
+
+def settle(world: World) -> World:
+    """Let everything die and all news arrive; the seat must come to rest."""
+    for _ in range(40):
+        if world.news:
+            event = sorted(world.news, key=repr)[0]
+            world = deliver(dataclasses.replace(world, news=world.news - {event}), event)
+        elif (world.seat.live and world.worker == 0) or world.seat.state is SeatState.EMPTY:
+            return world
+        else:
+            name, holder = ("worker", RUNNER) if world.worker else ("engine", ENGINE)
+            state = getattr(world, name)
+            dying = seats.Died(holder, world.seat.incarnation)
+            gone = seats.Exited(holder, world.seat.incarnation)
+            event = dying if state == 2 else gone
+            world = dataclasses.replace(
+                world, **{name: 3 if state == 2 else 0}, news=world.news | {event}
+            )
+    raise AssertionError(f"it does not come to rest: {world}")
+
+
+def test_every_reachable_state_keeps_its_promises() -> None:
+    start = World(Seat(launch=Launch.SERVICE))
+    seen, todo = {start}, deque([start])
+    while todo:
+        world = todo.popleft()
+        for step in moves(world):
+            if step not in seen:
+                seen.add(step)
+                todo.append(step)
+    assert len(seen) > 300
+    states = {world.seat.state for world in seen}
+    assert states == set(SeatState)
+    for world in seen:
+        if world.seat.state is SeatState.ENDING:
+            assert settle(world).seat.state is SeatState.EMPTY
