@@ -13,13 +13,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Final
 
-import structlog
+from structlog.typing import FilteringBoundLogger
 
 from elasticep.control.records import LEADER
 from elasticep.control.store import CreateRevision, Delete, LeaseLost, Put, Store, StoreRefused
 from elasticep.errors import ElasticEPError, Unavailable
 
-_log = structlog.get_logger("elasticep.controller")
 _CALL_S: Final = 1.0
 _RETRY_S: Final = 0.2
 # What may go wrong with a store for a while.
@@ -79,9 +78,11 @@ class Election:
         store: where the leader key lies.
         me: this controller.
         ttl_s: time of the lease, seconds.
+        log: where events go.
     """
 
-    def __init__(self, store: Store, me: Candidate, ttl_s: int) -> None:
+    def __init__(self, store: Store, me: Candidate, ttl_s: int, log: FilteringBoundLogger) -> None:
+        self._log = log
         self._store = store
         self._me = me
         self._ttl_s = ttl_s
@@ -97,7 +98,7 @@ class Election:
                     return lead
                 await self._until_free()
             except STORE_ERRORS as error:
-                _log.warning("election.failed", error=str(error))
+                self._log.warning("election.failed", error=str(error))
                 await asyncio.sleep(_RETRY_S)
 
     async def _try(self) -> Lead | None:
@@ -147,14 +148,14 @@ class Election:
                     )
                     good_until = began + ttl_s
                 except LeaseLost as error:
-                    _log.warning("lead.lost", reason=str(error))
+                    self._log.warning("lead.lost", reason=str(error))
                     return
                 except STORE_ERRORS as error:
-                    _log.warning("lease.unrenewed", error=str(error), left_s=round(left_s, 2))
+                    self._log.warning("lease.unrenewed", error=str(error), left_s=round(left_s, 2))
                 done, _ = await asyncio.wait({watcher}, timeout=self._ttl_s / 3)
                 if done:
                     return
-            _log.warning("lead.lost", reason=f"the lease was not renewed for {self._ttl_s} s")
+            self._log.warning("lead.lost", reason=f"the lease was not renewed for {self._ttl_s} s")
         finally:
             watcher.cancel()
             with suppress(asyncio.CancelledError):
@@ -167,7 +168,7 @@ class Election:
                 with suppress(*STORE_ERRORS):
                     held = await self._store.get(LEADER, deadline_s=_CALL_S)
                     if held is None or held.create_revision != lead.revision:
-                        _log.warning("lead.lost", reason="the leader key is not ours any more")
+                        self._log.warning("lead.lost", reason="the leader key is not ours any more")
                         return
 
     async def resign(self, lead: Lead) -> None:

@@ -52,7 +52,8 @@ class NodeSession:
         while not self._closed.done():
             getting = asyncio.ensure_future(self._queue.get())
             try:
-                await asyncio.wait({getting, self._closed}, return_when=asyncio.FIRST_COMPLETED)
+                waits: list[asyncio.Future[Any]] = [getting, self._closed]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if getting.done():
                     await context.write(getting.result())
             finally:

@@ -10,9 +10,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
-import structlog
+from structlog.typing import FilteringBoundLogger
 
 from elasticep.control import events as ev
 from elasticep.control import messages, records
@@ -20,20 +20,19 @@ from elasticep.control.cluster import Cluster, Outcomes
 from elasticep.control.election import STORE_ERRORS, Deposed, Lead
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.metrics import ControllerMetrics
-from elasticep.control.records import LEADER, Endpoint
+from elasticep.control.records import LEADER
 from elasticep.control.session import NodeSession
 from elasticep.control.store import Delete, ModRevision, Put, Store
 from elasticep.control.views import View
-from elasticep.errors import ElasticEPError, NotLeader, Unavailable
+from elasticep.errors import NotLeader, Unavailable
 from elasticep.group import GroupConfig
 from elasticep.proto.controller_pb2 import ControllerHeartbeat, ControllerMessage
 
-_log = structlog.get_logger("elasticep.controller")
 TICK_S: Final = 0.05
 _WRITE_S: Final = 1.0  # one attempt of a transaction
 _OPERATIONS: Final = 100  # of one transaction
 _MAX_QUEUED_WRITES: Final = 10_000
-_T = TypeVar("_T")
+_QUIET: Final = frozenset({"view.waiting", "staged.ignored"})
 
 
 @dataclass(slots=True)
@@ -57,11 +56,18 @@ class Term:
         lead: the term's guard.
         loaded: what the store holds.
         metrics: counters.
+        log: where events go.
     """
 
     def __init__(
-        self, store: Store, lead: Lead, loaded: records.Loaded, metrics: ControllerMetrics
+        self,
+        store: Store,
+        lead: Lead,
+        loaded: records.Loaded,
+        metrics: ControllerMetrics,
+        log: FilteringBoundLogger,
     ) -> None:
+        self._log = log
         self._store = store
         self._lead = lead
         self._metrics = metrics
@@ -74,6 +80,10 @@ class Term:
             name: m.view for name, m in self.cluster.groups.items() if m.view is not None
         }
         self._changed = asyncio.Event()
+        self.over = False
+        self._heartbeat = ControllerMessage(
+            heartbeat=ControllerHeartbeat(leader_revision=lead.revision)
+        )
 
     @staticmethod
     def now_ms() -> int:
@@ -97,6 +107,7 @@ class Term:
             self._end()
 
     def _end(self) -> None:
+        self.over = True
         over = NotLeader("this controller does not lead any more; connect to the next leader")
         for session in list(self._sessions.values()):
             session.close(over)
@@ -112,6 +123,7 @@ class Term:
         if old is not None:
             old.close(Unavailable(f"node {session.node} opened another session"))
         self._sessions[session.node] = session
+        session.send(self._heartbeat)  # the node takes its hello for heard when something comes
         self._metrics.nodes.set(len(self._sessions))
         endpoint = session.endpoint
         known = self.cluster.nodes.get(session.node)
@@ -121,7 +133,7 @@ class Term:
             self._enqueue(_Commit("", [records.put_node(endpoint)], None, ()))
         now_ms = self.now_ms()
         self._guarded(lambda: self.cluster.hello(endpoint, session.session_id, seats, now_ms))
-        _log.info("node.connected", node=session.node, session=session.session_id)
+        self._log.info("node.connected", node=session.node, session=session.session_id)
 
     def closed(self, session: NodeSession, why: str) -> None:
         """A node's stream is over."""
@@ -130,7 +142,7 @@ class Term:
         self._metrics.nodes.set(len(self._sessions))
         name, now_ms = session.node, self.now_ms()
         self._guarded(lambda: self.cluster.disconnected(name, session.session_id, now_ms))
-        _log.info("node.disconnected", node=name, session=session.session_id, reason=why)
+        self._log.info("node.disconnected", node=name, session=session.session_id, reason=why)
 
     def heard(self, session: NodeSession, events: Iterable[tuple[str, ev.Event]]) -> None:
         """A message of a node."""
@@ -175,8 +187,8 @@ class Term:
             view = self._published.get(group)
             if view is not None and condition(view):
                 return view
-            if self._fault.done():
-                raise NotLeader("this controller does not lead any more")
+            if self.over:
+                raise NotLeader("this controller does not lead any more; ask the next leader")
             await changed.wait()
 
     async def views(self, group: str) -> AsyncGenerator[View, None]:
@@ -195,7 +207,7 @@ class Term:
             self._do(work())
         except Exception as error:
             self._metrics.faults.inc()
-            _log.exception("controller.fault", error=str(error))
+            self._log.exception("controller.fault", error=str(error))
             if not self._fault.done():
                 self._fault.set_exception(error)
 
@@ -208,7 +220,8 @@ class Term:
                 self._enqueue(commits[-1])
             for notice in outcome.notices:
                 self._metrics.count(group, notice)
-                _log.info(notice.event, group=group, **notice.fields)
+                write = self._log.debug if notice.event in _QUIET else self._log.info
+                write(notice.event, group=group, **notice.fields)
         return commits
 
     def _commit_of(self, group: str, outcome: Outcome) -> _Commit:
@@ -288,7 +301,7 @@ class Term:
                     (self._lead.guard(), *compares), operations, deadline_s=_WRITE_S
                 )
             except Unavailable as error:
-                _log.warning("store.unavailable", error=str(error))
+                self._log.warning("store.unavailable", error=str(error))
                 await asyncio.sleep(TICK_S)
                 continue
             if done.succeeded:
@@ -300,14 +313,14 @@ class Term:
             raise Deposed("the leader key or a view was written by another controller")
 
     async def _written_already(self, key: str, view: View | None) -> bool:
-        """Whether an attempt whose outcome was not heard did succeed, and the lead is still ours."""
+        """Whether we still lead, and an attempt of which nothing was heard had succeeded."""
         while True:
             try:
                 leader = await self._store.get(LEADER, deadline_s=_WRITE_S)
                 stored = await self._store.get(key, deadline_s=_WRITE_S)
                 break
             except STORE_ERRORS as error:
-                _log.warning("store.unavailable", error=str(error))
+                self._log.warning("store.unavailable", error=str(error))
                 await asyncio.sleep(TICK_S)
         if leader is None or leader.create_revision != self._lead.revision or view is None:
             return False
@@ -329,15 +342,11 @@ class Term:
                     self._sessions[name].close(Unavailable(silent))
 
     async def _beat(self) -> None:
-        beat = ControllerMessage(heartbeat=ControllerHeartbeat(leader_revision=self._lead.revision))
         while True:
             for session in list(self._sessions.values()):
-                session.send(beat)
+                session.send(self._heartbeat)
             await asyncio.sleep(self.cluster.heartbeat_ms / 1_000)
 
 
 def _of_view(commit: _Commit, operation: Put | Delete) -> bool:
     return operation.key == records.view_key(commit.group) or "/history/" in operation.key
-
-
-__all__ = ["ElasticEPError", "Endpoint", "Term"]

@@ -1,0 +1,222 @@
+"""`ControllerService`: what nodes and operators call. No input of theirs ends the process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+from structlog.typing import FilteringBoundLogger
+
+from elasticep.control import events as ev
+from elasticep.control import messages
+from elasticep.control.metrics import ControllerMetrics
+from elasticep.control.session import NodeSession
+from elasticep.control.status import cluster_status
+from elasticep.control.term import Term
+from elasticep.control.views import View
+from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
+from elasticep.group import GroupConfig
+from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
+from elasticep.rpc import abort
+
+HELLO_TIMEOUT_S: Final = 5.0
+DRAIN_TIMEOUT_S: Final = 10.0
+_MAX_RANKS: Final = 4_096  # of one drain
+_MAX_REASON: Final = 256
+_R = TypeVar("_R", bound=Message)
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class Leads(Protocol):
+    """What the service needs of the controller."""
+
+    metrics: ControllerMetrics
+    log: FilteringBoundLogger
+
+    def leading(self) -> Term:
+        """The term of office, or `NotLeader`."""
+
+    @property
+    def leader_address(self) -> str:
+        """Where the leader is to be reached."""
+
+    @property
+    def name(self) -> str:
+        """This controller."""
+
+
+class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
+    """The gRPC face of a controller.
+
+    Args:
+        controller: who leads.
+        check_names: a node's certificate must bear its name (mutual TLS).
+    """
+
+    def __init__(self, controller: Leads, *, check_names: bool) -> None:
+        self._controller = controller
+        self._check_names = check_names
+
+    async def _typed(self, context: Context, work: Callable[[], Awaitable[_R]]) -> _R:
+        try:
+            return await work()
+        except NotLeader as error:
+            await abort(context, error, {"leader": self._controller.leader_address})
+        except ElasticEPError as error:
+            await abort(context, error)
+
+    # ---- operators and engines
+
+    async def CreateGroup(  # noqa: N802
+        self, request: controller_pb2.CreateGroupRequest, context: Context
+    ) -> controller_pb2.CreateGroupResponse:
+        """Create a group, or confirm that it exists with the same config."""
+
+        async def work() -> controller_pb2.CreateGroupResponse:
+            term = self._controller.leading()
+            created = await term.create_group(GroupConfig.from_proto(request.config))
+            return controller_pb2.CreateGroupResponse(created=created)
+
+        return await self._typed(context, work)
+
+    async def GetCluster(  # noqa: N802
+        self, request: controller_pb2.GetClusterRequest, context: Context
+    ) -> controller_pb2.GetClusterResponse:
+        """All groups, or one, with their members, views and nodes."""
+
+        async def work() -> controller_pb2.GetClusterResponse:
+            term = self._controller.leading()
+            return cluster_status(term.cluster, self._controller.name, request.group, term.now_ms())
+
+        return await self._typed(context, work)
+
+    async def Drain(  # noqa: N802
+        self, request: controller_pb2.DrainRequest, context: Context
+    ) -> controller_pb2.DrainResponse:
+        """Take ranks out of the view; answers when a view without them is proposed."""
+
+        async def work() -> controller_pb2.DrainResponse:
+            term = self._controller.leading()
+            ranks = _ranks(request.ranks)
+            reason = request.reason[:_MAX_REASON]
+            await term.operate(request.group, ev.Drain(ranks, reason))
+            membership = term.cluster.membership(request.group)
+            if membership.view is None:
+                return controller_pb2.DrainResponse(epoch=0)
+            try:
+                async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                    view = await term.wait_view(
+                        request.group, lambda view: not set(view.ranks) & set(ranks)
+                    )
+            except TimeoutError:
+                raise Unavailable(
+                    f"the drain is noted, but no view without the ranks was proposed within "
+                    f"{DRAIN_TIMEOUT_S:g} s: {membership.waiting or 'see elasticep status'}"
+                ) from None
+            return controller_pb2.DrainResponse(epoch=view.epoch)
+
+        return await self._typed(context, work)
+
+    async def Undrain(  # noqa: N802
+        self, request: controller_pb2.UndrainRequest, context: Context
+    ) -> controller_pb2.UndrainResponse:
+        """Let ranks back in."""
+
+        async def work() -> controller_pb2.UndrainResponse:
+            term = self._controller.leading()
+            await term.operate(request.group, ev.Undrain(_ranks(request.ranks)))
+            return controller_pb2.UndrainResponse()
+
+        return await self._typed(context, work)
+
+    async def WatchView(  # noqa: N802
+        self, request: controller_pb2.WatchViewRequest, context: Context
+    ) -> AsyncIterator[types_pb2.View]:
+        """The group's view, then every later one."""
+        try:
+            term = self._controller.leading()
+            term.cluster.membership(request.group)
+            views: AsyncGenerator[View, None] = term.views(request.group)
+            async with aclosing(views):
+                async for view in views:
+                    yield view.to_proto()
+        except NotLeader as error:
+            await abort(context, error, {"leader": self._controller.leader_address})
+        except ElasticEPError as error:
+            await abort(context, error)
+
+    # ---- nodes
+
+    async def Session(  # type: ignore[override]  # noqa: N802 - a coroutine that writes will do
+        self, request_iterator: AsyncIterator[controller_pb2.NodeMessage], context: Context
+    ) -> None:
+        """A node's stream; see `NodeSession`."""
+        why: ElasticEPError
+        try:
+            why = await self._session(request_iterator, context)
+        except ElasticEPError as error:
+            why = error
+        if isinstance(why, ConfigError):
+            self._controller.metrics.refused.inc()
+            self._controller.log.warning("session.refused", peer=context.peer(), reason=str(why))
+        leader = self._controller.leader_address if isinstance(why, NotLeader) else ""
+        await abort(context, why, {"leader": leader} if leader else None)
+
+    async def _session(
+        self, incoming: AsyncIterator[controller_pb2.NodeMessage], context: Context
+    ) -> ElasticEPError:
+        """Serve a stream until it ends; returns why."""
+        term = self._controller.leading()
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(incoming)
+        except (TimeoutError, StopAsyncIteration):
+            return ConfigError(f"no hello came within {HELLO_TIMEOUT_S:g} s")
+        if first.WhichOneof("body") != "hello":
+            return ConfigError("the first message of a session must be NodeHello")
+        endpoint, session_id, seats = messages.read_hello(first.hello)
+        if self._check_names and endpoint.node not in _certificate_names(context):
+            return ConfigError(
+                f"node {endpoint.node!r} is not named in the certificate that it showed"
+            )
+        session = NodeSession(endpoint, session_id)
+        term.open(session, seats)
+        reading = asyncio.ensure_future(self._read(term, session, incoming))
+        writing = asyncio.ensure_future(session.pump(context))
+        why: ElasticEPError = Unavailable("the session was cancelled")
+        try:
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            why = done.pop().result()
+        except (grpc.aio.UsageError, grpc.aio.BaseError) as error:
+            why = Unavailable(f"the stream broke: {error}")
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+            term.closed(session, str(why))
+        return why
+
+    async def _read(
+        self, term: Term, session: NodeSession, incoming: AsyncIterator[controller_pb2.NodeMessage]
+    ) -> ElasticEPError:
+        async for message in incoming:
+            try:
+                events = messages.read_events(session.node, message)
+            except ConfigError as error:
+                return error
+            term.heard(session, events)
+        return Unavailable("the node ended its session")
+
+
+def _ranks(ranks: Any) -> tuple[int, ...]:
+    if not 1 <= len(ranks) <= _MAX_RANKS:
+        raise ConfigError(f"{len(ranks)} ranks are named; name 1 to {_MAX_RANKS}")
+    return tuple(sorted(set(ranks)))
+
+
+def _certificate_names(context: Context) -> set[str]:
+    found = context.auth_context()
+    values = [*found.get("x509_common_name", ()), *found.get("x509_subject_alternative_name", ())]
+    return {value.decode(errors="replace") for value in values}
