@@ -8,8 +8,8 @@ namespace ep::placement {
 namespace {
 
 constexpr int kMaxTries = 16;  // rearrangements that may fail per layer before only deaths of single ranks count
-constexpr int kDistanceBit = 30, kPairBit = 24, kRoomBit = 16;
-constexpr uint32_t kMostPairs = 63, kNever = UINT32_MAX;
+constexpr int kDistanceBit = 29, kPairBit = 24, kRoomBit = 16;
+constexpr int32_t kMostPairs = 31, kTurns = 0xFFFF, kNever = INT32_MAX;
 
 }  // namespace
 
@@ -37,9 +37,9 @@ void Cover::start(const Layer& layer) {
   for (int a = 0; a < cluster_.ranks; a++) {
     note_room(layer, a);
     for (int b = 0; b < cluster_.ranks; b++) {
-      const auto turn = static_cast<uint32_t>(b >= a ? b - a : b - a + cluster_.ranks);
+      const auto turn = static_cast<int32_t>(b >= a ? b - a : b - a + cluster_.ranks);
       cost_[static_cast<size_t>(a) * cluster_.ranks + b] =
-          static_cast<uint32_t>(3 - distance(a, b)) << kDistanceBit | turn;
+          (3 - distance(a, b)) << kDistanceBit | turn;
     }
   }
   placed_.clear();
@@ -47,37 +47,37 @@ void Cover::start(const Layer& layer) {
 
 void Cover::note_room(const Layer& layer, int rank) {
   const int room = std::min(layer.room(rank), 255);
-  room_cost_[rank] = cluster_.open[rank] && room > 0 ? static_cast<uint32_t>(255 - room) << kRoomBit : kNever;
+  room_cost_[rank] = cluster_.open[rank] && room > 0 ? (255 - room) << kRoomBit : kNever;
 }
 
 void Cover::note_pair(int primary, int rank) {
-  uint32_t& cost = cost_[static_cast<size_t>(primary) * cluster_.ranks + rank];
-  if ((cost >> kPairBit & kMostPairs) < kMostPairs) cost += uint32_t{1} << kPairBit;
+  int32_t& cost = cost_[static_cast<size_t>(primary) * cluster_.ranks + rank];
+  if ((cost >> kPairBit & kMostPairs) < kMostPairs) cost += 1 << kPairBit;
 }
 
 bool Cover::any_room() const {
-  return std::any_of(room_cost_.begin(), room_cost_.end(), [](uint32_t cost) { return cost != kNever; });
+  return std::any_of(room_cost_.begin(), room_cost_.end(), [](int32_t cost) { return cost != kNever; });
 }
 
 // The rank with a free slot that lies furthest from `primary`; among equals one whose slot holds the expert now,
 // then the one with fewest second copies of this rank's experts, then the emptiest, then the next one round.
 int Cover::find_rank(const Layer& layer, int expert, int primary) {
   for (int at : layer.where[expert]) room_cost_[layer.rank_of(at)] = kNever;
-  const uint32_t* costs = cost_.data() + static_cast<size_t>(primary) * cluster_.ranks;
-  uint32_t least = kNever;
+  const int32_t* costs = cost_.data() + static_cast<size_t>(primary) * cluster_.ranks;
+  int32_t least = kNever;
   for (int rank = 0; rank < cluster_.ranks; rank++) least = std::min(least, costs[rank] | room_cost_[rank]);
   int best = -1;
-  uint32_t best_held = kNever;
-  const bool had = layer.previous && layer.had[expert];
-  for (int rank = 0; rank < cluster_.ranks && least != kNever; rank++) {
-    const uint32_t cost = costs[rank] | room_cost_[rank];
-    if (cost == least && best_held == kNever) best = rank;
-    if (!had) {
-      if (best >= 0) break;
-      continue;
+  if (least != kNever) {
+    const int rank = primary + (least & kTurns);
+    best = rank < cluster_.ranks ? rank : rank - cluster_.ranks;
+  }
+  if (best >= 0 && layer.previous && layer.had[expert]) {
+    int32_t least_held = kNever;
+    for (int rank = 0; rank < cluster_.ranks; rank++) {
+      const int32_t cost = costs[rank] | room_cost_[rank];
+      if (cost >= least_held || cost >> kDistanceBit != least >> kDistanceBit) continue;
+      if (layer.held_before(expert, rank)) best = rank, least_held = cost;
     }
-    if (cost < best_held && cost >> kDistanceBit == least >> kDistanceBit && layer.held_before(expert, rank))
-      best = rank, best_held = cost;
   }
   for (int at : layer.where[expert]) note_room(layer, layer.rank_of(at));
   return best;
@@ -169,37 +169,39 @@ int Cover::find_for(Layer& layer, int expert, int primary, bool evict, int& trie
 }
 
 int Cover::protect(Layer& layer, int moves, bool evict) {
-  constexpr int64_t kSecondRound = int64_t{1} << 50;  // above every load
-  std::vector<std::pair<int64_t, int>> demands;       // one copy before copies close together; heaviest first
-  std::vector<int> primaries(layer.experts, -1);
+  std::vector<std::pair<int, int>> demands, close;  // (expert, a rank with it): one copy; copies close together
   const int furthest = 1 + (cluster_.nodes > 1) + (cluster_.domains > 1);
   start(layer);
-  for (int e = 0; e < layer.experts; e++) {
-    int& primary = primaries[e];
-    int copies = 0;
+  for (size_t i = layer.order.size(); i-- > 0;) {
+    const int e = layer.order[i];
+    int primary = -1, copies = 0;
     for (int at : layer.where[e]) {
       if (!cluster_.open[layer.rank_of(at)]) continue;
       if (primary < 0) primary = layer.rank_of(at);
       else note_pair(primary, layer.rank_of(at));
       copies++;
     }
-    if (copies == 1) demands.emplace_back(-layer.load[e], e);
+    if (copies == 1) demands.emplace_back(e, primary);
     else if (copies > 1 && furthest > 1 && furthest_copy(layer, e, primary) < possible_[primary])
-      demands.emplace_back(kSecondRound - layer.load[e], e);
+      close.emplace_back(e, primary);
   }
-  std::sort(demands.begin(), demands.end());
   int added = 0, tries = 0;
-  for (const auto& [key, e] : demands) {
-    if (added >= moves) break;
-    const bool second = key > 0;
-    const int primary = primaries[e];
-    const int rank = second ? find_rank(layer, e, primary) : find_for(layer, e, primary, evict, tries);
-    // A further copy only pays if it lies further away than the ones that there are.
-    if (rank < 0 || (second && distance(primary, rank) <= furthest_copy(layer, e, primary))) continue;
+  const auto place = [&](int e, int primary, int rank) {
     note_pair(primary, rank);
     placed_.push_back(layer.add(e, rank));
     note_room(layer, rank);
     added++;
+  };
+  for (const auto& [e, primary] : demands) {
+    if (added >= moves) return added;
+    const int rank = find_for(layer, e, primary, evict, tries);
+    if (rank >= 0) place(e, primary, rank);
+  }
+  for (const auto& [e, primary] : close) {
+    if (added >= moves) return added;
+    const int rank = find_rank(layer, e, primary);
+    // A further copy only pays if it lies further away than the ones that there are.
+    if (rank >= 0 && distance(primary, rank) > furthest_copy(layer, e, primary)) place(e, primary, rank);
   }
   return added;
 }

@@ -41,8 +41,8 @@ class Cover {
   std::vector<uint8_t> possible_;  // [ranks] greatest distance to an open rank
   // The cost of a second copy on rank b of what rank a holds is cost_[a][b] | room_cost_[b], in fields from the
   // highest bit down: 3 - distance, second copies of a's experts on b, 255 - free slots, turns round from a to b.
-  std::vector<uint32_t> cost_;       // [ranks][ranks]
-  std::vector<uint32_t> room_cost_;  // [ranks] all ones when there is no free slot
+  std::vector<int32_t> cost_;       // [ranks][ranks]
+  std::vector<int32_t> room_cost_;  // [ranks] all ones when there is no free slot
   std::vector<int32_t> placed_;    // slots filled by `protect`, still to be moved at no cost
 };
 

@@ -53,7 +53,6 @@ bool fill_windows(const Layer& layer, const std::vector<int>& experts, const std
     items.emplace_back(layer.load[e], e);
     left += layer.load[e];
   }
-  std::sort(items.begin(), items.end());
   bins.resize(ranks.size());
   std::vector<int> capacities;
   for (int rank : ranks) capacities.push_back(layer.cluster.capacity[rank]);

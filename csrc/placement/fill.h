@@ -17,7 +17,7 @@ struct Bin {
 // Whether every rank can get exactly the mean: sum over ranks of (slots - 1) >= experts - 1.
 bool windows_reach_mean(const Cluster& cluster, const std::vector<int>& ranks, std::size_t experts);
 
-// Fills one bin per rank of `ranks`, ascending by slots. Sorted by load, there is always a run of consecutive
+// Fills one bin per rank of `ranks`, ascending by slots, with `experts`, ascending by load. Among these there is always a run of consecutive
 // experts plus a part of the next that makes exactly the mean of what is left, and its length can be the average
 // number left per rank; the rest of the split expert goes back into the sorted list. With unequal slots a bin may
 // have to stay below or above the mean; later bins make up for it. Returns false if slots run out.

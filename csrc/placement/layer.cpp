@@ -42,6 +42,12 @@ Layer::Layer(const Cluster& c, int experts_)
 
 void Layer::reset(const int64_t* tokens, const int32_t* previous_) {
   total = scale_loads(tokens, experts, load);
+  std::vector<std::pair<int64_t, int32_t>> sorted;
+  sorted.reserve(experts);
+  for (int e = 0; e < experts; e++) sorted.emplace_back(load[e], e);
+  std::sort(sorted.begin(), sorted.end());
+  order.clear();
+  for (const auto& item : sorted) order.push_back(item.second);
   previous = previous_;
   std::fill(had.begin(), had.end(), 0);
   for (size_t at = 0; previous && at < slot.size(); at++)
@@ -270,13 +276,14 @@ void write_tables(const Layer& layer, int32_t* slot_expert, uint32_t* slot_weigh
     int64_t left = kOne;
     rests.clear();
     for (int at : list) {
+      if (layer.share[at] == 0) continue;
       const int64_t scaled = layer.share[at] * kOne;
       slot_weight[at] = static_cast<uint32_t>(scaled / layer.load[e]);
       left -= slot_weight[at];
       rests.emplace_back(-(scaled % layer.load[e]), at);
     }
     std::sort(rests.begin(), rests.end());
-    for (int64_t i = 0; i < left; i++) slot_weight[rests[i].second]++;
+    for (int64_t i = 0; i < left; i++) slot_weight[rests[static_cast<size_t>(i)].second]++;
   }
 }
 

@@ -73,6 +73,7 @@ class Layer {
   const int experts;
   int64_t total = 0;
   std::vector<int64_t> load;      // [experts] scaled, >= 1
+  std::vector<int32_t> order;     // experts by load, ascending, ties by id
   std::vector<int32_t> home;      // [experts] cell whose ranks take the tokens
   std::vector<int32_t> slot;      // [ranks * slots]
   std::vector<int64_t> share;     // [ranks * slots] tokens of this copy

@@ -105,7 +105,7 @@ int64_t Planner::highest(int cell) const {
 void Planner::fresh_cell(int cell) {
   std::vector<int> experts;
   int64_t sum = 0;
-  for (int e = 0; e < layer_.experts; e++)
+  for (int e : layer_.order)
     if (layer_.home[e] == cell) experts.push_back(e), sum += layer_.load[e];
   if (experts.empty()) return;
   const int64_t mean = ceil_div(sum, static_cast<int64_t>(cluster_.cell_ranks[cell].size()));

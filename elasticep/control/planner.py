@@ -334,18 +334,7 @@ def _report(placement: Placement, report: NDArray[Any], policy: PlanPolicy) -> P
         grouped=policy.groups > 1 and not report["global"].any(),
         reason=explain(report, policy, moved_bytes),
         layers=tuple(
-            LayerReport(
-                imbalance_before=float(row["before"]) if warm else None,
-                imbalance_after=float(row["after"]),
-                bound=float(row["bound"]),
-                moves=int(row["moves"]),
-                restored=int(row["restored"]),
-                lost=int(row["lost"]),
-                single=int(row["single"]),
-                same_node=int(row["same_node"]),
-                spilled=int(row["spilled"]),
-                method=METHODS[int(row["method"])],
-            )
-            for row in report
+            LayerReport(before if warm else None, *figures, METHODS[method], spilled)
+            for before, *figures, method, spilled, _ in report.tolist()
         ),
     )

@@ -46,8 +46,8 @@ class LayerReport:
     lost: int
     single: int
     same_node: int
-    spilled: int
     method: str
+    spilled: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
