@@ -38,20 +38,10 @@ def geometry_struct(config: "GroupConfig") -> abi.Geometry:
     """The group's sizes and exchanges as the native core reads them.
 
     Raises:
-        ConfigError: more ranks, top-k or exchanges than the native core has room for.
         SpecError: an exchange that the native core does not do.
     """
     geometry = config.geometry
     parts = [(name, part) for name, spec in config.exchanges for part in spec.parts()]
-    for what, value, limit in (
-        ("geometry.max_ranks", geometry.max_ranks, abi.MAX_RANKS),
-        ("geometry.topk", geometry.topk, abi.MAX_TOPK),
-        ("number of exchanges (prefill parts included)", len(parts), abi.MAX_EXCHANGES),
-    ):
-        if value > limit:
-            raise ConfigError(
-                f"group {config.name!r}: {what} is {value}; the native core takes at most {limit}"
-            )
     struct = abi.Geometry(
         layers=geometry.layers,
         experts=geometry.experts,

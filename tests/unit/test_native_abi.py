@@ -200,6 +200,9 @@ def test_codes_become_typed_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abi.code_text(abi.Error.ECAP) == "ECAP"
 
 
+ROUTED = ExchangeSpec.preset("ROUTED")
+
+
 def config(**changes: object) -> GroupConfig:
     plain: dict[str, object] = {
         "name": "g",
@@ -244,10 +247,23 @@ def test_every_spec_value_has_a_native_number() -> None:
         assert {member.name for member in theirs} == {member.name for member in ours}
 
 
-def test_geometry_beyond_the_native_core_is_refused() -> None:
-    nine = tuple((f"x{i}", ExchangeSpec.preset("ROUTED")) for i in range(9))
-    with pytest.raises(ConfigError, match=r"number of exchanges .* is 9; .* at most 8"):
-        convert.geometry_struct(config(exchanges=nine))
+def test_a_group_that_is_valid_fits_the_native_core() -> None:
+    big = {"layers": 1, "experts": 128, "hidden": 32, "slots_per_rank": 1}
+    most = {"topk": abi.MAX_TOPK, "max_ranks": abi.MAX_RANKS}
+    fits = config(
+        geometry=GroupGeometry(**big, **most),
+        initial_ranks=128,
+        exchanges=tuple((f"x{i}", ROUTED) for i in range(abi.MAX_EXCHANGES)),
+    )
+    assert convert.geometry_struct(fits).exchanges == abi.MAX_EXCHANGES
+    for name, value in most.items():
+        with pytest.raises(ConfigError, match=name):
+            GroupGeometry(**big, **{**most, name: value + 1})
+    with pytest.raises(ConfigError, match="exchanges"):
+        config(exchanges=tuple((f"x{i}", ROUTED) for i in range(abi.MAX_EXCHANGES + 1)))
+
+
+def test_an_exchange_beyond_the_native_core_is_refused() -> None:
     replicated = (("x", ExchangeSpec.preset("ALLGATHER", replicated_input=True)),)
     with pytest.raises(SpecError, match="replicated_input"):
         convert.geometry_struct(config(exchanges=replicated))
