@@ -12,6 +12,7 @@ void Cluster::set_cells(bool by_node) {
     if (by_node) cell[rank] = node[rank];
     if (open[rank]) cell_ranks[cell[rank]].push_back(rank);
   }
+  plain = cells == 1 && std::count(open.begin(), open.end(), 0) == 0;
 }
 
 int64_t scale_loads(const int64_t* tokens, int experts, std::vector<int64_t>& out) {
@@ -37,17 +38,17 @@ int64_t scale_loads(const int64_t* tokens, int experts, std::vector<int64_t>& ou
 
 Layer::Layer(const Cluster& c, int experts_)
     : cluster(c), experts(experts_), home(experts_, 0), slot(c.ranks * c.slots, kEmpty),
-      share(c.ranks * c.slots, 0), rank_load(c.ranks, 0), used(c.ranks, 0), where(experts_), active(experts_),
+      share(c.ranks * c.slots, 0), rank_load(c.ranks, 0), used(c.ranks, 0), first_free(c.ranks, 0), where(experts_), active(experts_),
       had(experts_, 0) {}
 
 void Layer::reset(const int64_t* tokens, const int32_t* previous_) {
   total = scale_loads(tokens, experts, load);
-  std::vector<std::pair<int64_t, int32_t>> sorted;
-  sorted.reserve(experts);
-  for (int e = 0; e < experts; e++) sorted.emplace_back(load[e], e);
+  // Load and id in one word: loads are below 2^47, ids below 2^16.
+  std::vector<uint64_t> sorted(experts);
+  for (int e = 0; e < experts; e++) sorted[e] = static_cast<uint64_t>(load[e]) << kIdBits | static_cast<uint64_t>(e);
   std::sort(sorted.begin(), sorted.end());
-  order.clear();
-  for (const auto& item : sorted) order.push_back(item.second);
+  order.resize(experts);
+  for (int e = 0; e < experts; e++) order[e] = static_cast<int32_t>(sorted[e] & ((1 << kIdBits) - 1));
   previous = previous_;
   std::fill(had.begin(), had.end(), 0);
   for (size_t at = 0; previous && at < slot.size(); at++)
@@ -61,6 +62,7 @@ void Layer::clear() {
   std::fill(share.begin(), share.end(), 0);
   std::fill(rank_load.begin(), rank_load.end(), 0);
   std::fill(used.begin(), used.end(), 0);
+  std::fill(first_free.begin(), first_free.end(), 0);
   for (auto& list : where) list.clear();
   for (auto& list : active) list.clear();
 }
@@ -136,14 +138,19 @@ int Layer::open_copies(int expert) const {
 }
 
 int Layer::add(int expert, int rank) {
-  int best = rank * cluster.slots;
-  while (slot[best] != kEmpty) best++;
-  slot[best] = expert;
-  share[best] = 0;
+  int at = rank * cluster.slots + first_free[rank];
+  while (slot[at] != kEmpty) at++;
+  first_free[rank] = at - rank * cluster.slots + 1;
+  slot[at] = expert;
+  share[at] = 0;
   used[rank]++;
-  where[expert].push_back(best);
-  refresh(expert);
-  return best;
+  where[expert].push_back(at);
+  if (!cluster.plain || where[expert].size() == 1) {
+    refresh(expert);
+  } else {
+    active[expert].push_back(at);
+  }
+  return at;
 }
 
 void Layer::remove(int at) {
@@ -152,6 +159,7 @@ void Layer::remove(int at) {
   set_share(at, 0);
   slot[at] = kEmpty;
   used[rank]--;
+  first_free[rank] = std::min(first_free[rank], at - rank * cluster.slots);
   auto& list = where[expert];
   list.erase(std::find(list.begin(), list.end(), at));
   refresh(expert);

@@ -10,6 +10,7 @@ namespace ep::placement {
 
 constexpr int64_t kOne = 65536;
 constexpr int32_t kEmpty = -1;
+constexpr int kIdBits = 16;  // of an expert's id
 
 // The ranks, the same for all layers. A cell is a set of ranks that tokens of an expert may be split over:
 // all ranks, or one node under group-limited routing.
@@ -20,6 +21,7 @@ struct Cluster {
   std::vector<std::vector<int>> cell_ranks;           // open ranks of each cell, ascending
   std::vector<int32_t> rank_of;                       // [ranks * slots]
   int open_ranks = 0, open_slots = 0;
+  bool plain = false;  // one cell, all ranks open: every copy may take tokens
 
   void set_cells(bool by_node);
 };
@@ -79,6 +81,7 @@ class Layer {
   std::vector<int64_t> share;     // [ranks * slots] tokens of this copy
   std::vector<int64_t> rank_load; // [ranks]
   std::vector<int32_t> used;      // [ranks]
+  std::vector<int32_t> first_free;  // [ranks] no slot below this one is free
   std::vector<std::vector<int32_t>> where;   // [experts] slots of all copies
   std::vector<std::vector<int32_t>> active;  // [experts] of these, the ones that may take tokens
   const int32_t* previous = nullptr;

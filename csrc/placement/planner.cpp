@@ -300,8 +300,8 @@ void Planner::run(int index, int32_t* slot_expert, uint32_t* slot_weight, ep_pla
 }
 
 int32_t check_problem(const ep_placement_problem& p) {
-  constexpr int32_t kMost = 1 << 20, kMostRanks = 1 << 16;
-  if (p.layers < 0 || p.experts < 1 || p.ranks < 1 || p.slots < 1 || p.layers > kMost || p.experts > kMost ||
+  constexpr int32_t kMost = 1 << 20, kMostRanks = 1 << 16, kMostExperts = 1 << kIdBits;
+  if (p.layers < 0 || p.experts < 1 || p.ranks < 1 || p.slots < 1 || p.layers > kMost || p.experts > kMostExperts ||
       p.ranks > kMostRanks || p.slots > kMost || static_cast<int64_t>(p.ranks) * p.slots > INT32_MAX / 4)
     return EP_PLACEMENT_ARGUMENT;
   if (!p.loads || !p.rank_slots || !p.rank_node || !p.rank_domain || !p.rank_closed) return EP_PLACEMENT_ARGUMENT;

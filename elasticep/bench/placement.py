@@ -88,8 +88,10 @@ def balance_table(cases: Sequence[Case], found: dict[str, dict[str, Summary]]) -
     """Imbalance, coverage and time of a first plan, and what one death does to it."""
     table = Table(
         "First plan, and the death of one rank with nothing moved",
-        "loads|ranks x slots|planner|imbalance|worst layer|single copies/layer|ms|after a death|"
-        "lost/layer".split("|"),
+        [
+            *("loads", "ranks x slots", "planner", "imbalance", "worst layer"),
+            *("single copies/layer", "ms", "after a death", "lost/layer"),
+        ],
     )
     for case in cases:
         for name, summary in found[case.name].items():
@@ -117,8 +119,10 @@ def drift_table(cases: Sequence[Case], found: dict[str, dict[str, Summary]]) -> 
     """What the next loads do, before and after planning again, and what that moves."""
     table = Table(
         "Next loads",
-        "loads|planner|as it was|split anew, 0 moves|planned again|worst layer|moves, % of slots|"
-        "ms".split("|"),
+        [
+            *("loads", "planner", "as it was", "split anew, 0 moves", "planned again"),
+            *("worst layer", "moves, % of slots", "ms"),
+        ],
     )
     for case in cases:
         for name, summary in found[case.name].items():

@@ -51,7 +51,7 @@ class Case:
     @property
     def places(self) -> int:
         """Slots of all layers and ranks."""
-        return self.pairs[0][0].shape[0] * self.ranks * self.slots
+        return len(self.pairs[0][0]) * self.ranks * self.slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from elasticep.errors import ConfigError, NativeError
 from elasticep.native import core
 
 _PPM = 1e6
+MAX_EXPERTS = MAX_RANKS = 65_536  # limits of the native core
 _DEFAULT = PlanPolicy()
 
 _REPORT = np.dtype(
@@ -265,6 +266,11 @@ def _checked_sizes(
     layers, experts = tokens.shape
     if not infos:
         raise SlotShortage(range(layers), (), 0, experts)
+    if experts > MAX_EXPERTS or len(infos) > MAX_RANKS:
+        raise ConfigError(
+            f"{experts} experts on {len(infos)} ranks; the planner takes {MAX_EXPERTS} experts "
+            f"and {MAX_RANKS} ranks at most"
+        )
     seats = [info.rank for info in infos]
     if len(set(seats)) != len(seats):
         raise ConfigError(f"a rank is named twice among {seats}")
@@ -333,8 +339,21 @@ def _report(placement: Placement, report: NDArray[Any], policy: PlanPolicy) -> P
         spilled=int(report["spilled"].sum()),
         grouped=policy.groups > 1 and not report["global"].any(),
         reason=explain(report, policy, moved_bytes),
-        layers=tuple(
-            LayerReport(before if warm else None, *figures, METHODS[method], spilled)
-            for before, *figures, method, spilled, _ in report.tolist()
-        ),
+        layers=tuple(_layer_report(row, warm) for row in report.tolist()),
+    )
+
+
+def _layer_report(row: tuple[Any, ...], warm: bool) -> LayerReport:
+    before, after, bound, moves, restored, lost, single, same_node, method, spilled, _ = row
+    return LayerReport(
+        imbalance_before=before if warm else None,
+        imbalance_after=after,
+        bound=bound,
+        moves=moves,
+        restored=restored,
+        lost=lost,
+        single=single,
+        same_node=same_node,
+        method=METHODS[method],
+        spilled=spilled,
     )
