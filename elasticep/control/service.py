@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from structlog.typing import FilteringBoundLogger
 
 from elasticep.control import events as ev
@@ -149,65 +149,67 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
     # ---- nodes
 
-    async def Session(  # type: ignore[override]  # noqa: N802 - a coroutine that writes will do
+    async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[controller_pb2.NodeMessage], context: Context
-    ) -> None:
-        """A node's stream; see `NodeSession`."""
-        why: ElasticEPError
+    ) -> AsyncIterator[controller_pb2.ControllerMessage]:
+        """A node's stream; it always ends with an error that says why."""
         try:
-            why = await self._session(request_iterator, context)
+            term = self._controller.leading()
+            session, seats = await self._hello(request_iterator, context)
+            term.open(session, seats)
+            reading = asyncio.ensure_future(self._read(term, session, request_iterator))
+            try:
+                async with aclosing(session.outgoing()) as outgoing:
+                    async for message in outgoing:
+                        yield message
+                raise session.why
+            finally:
+                reading.cancel()
+                term.closed(session, str(session.why))
+                await asyncio.gather(reading, return_exceptions=True)
+        except NotLeader as error:
+            await abort(context, error, {"leader": self._controller.leader_address})
         except ElasticEPError as error:
-            why = error
-        if isinstance(why, ConfigError):
-            self._controller.metrics.refused.inc()
-            self._controller.log.warning("session.refused", peer=context.peer(), reason=str(why))
-        leader = self._controller.leader_address if isinstance(why, NotLeader) else ""
-        await abort(context, why, {"leader": leader} if leader else None)
+            if isinstance(error, ConfigError):
+                self._controller.metrics.refused.inc()
+                peer = context.peer()
+                self._controller.log.warning("session.refused", peer=peer, reason=str(error))
+            await abort(context, error)
 
-    async def _session(
+    async def _hello(
         self, incoming: AsyncIterator[controller_pb2.NodeMessage], context: Context
-    ) -> ElasticEPError:
-        """Serve a stream until it ends; returns why."""
-        term = self._controller.leading()
+    ) -> tuple[NodeSession, list[tuple[str, ev.SeatReport]]]:
+        """Read and check the first message."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(incoming)
         except (TimeoutError, StopAsyncIteration):
-            return ConfigError(f"no hello came within {HELLO_TIMEOUT_S:g} s")
+            raise ConfigError(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
+        except DecodeError:
+            raise ConfigError("the first message cannot be parsed") from None
         if first.WhichOneof("body") != "hello":
-            return ConfigError("the first message of a session must be NodeHello")
+            raise ConfigError("the first message of a session must be NodeHello")
         endpoint, session_id, seats = messages.read_hello(first.hello)
         if self._check_names and endpoint.node not in _certificate_names(context):
-            return ConfigError(
+            raise ConfigError(
                 f"node {endpoint.node!r} is not named in the certificate that it showed"
             )
-        session = NodeSession(endpoint, session_id)
-        term.open(session, seats)
-        reading = asyncio.ensure_future(self._read(term, session, incoming))
-        writing = asyncio.ensure_future(session.pump(context))
-        why: ElasticEPError = Unavailable("the session was cancelled")
-        try:
-            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-            why = done.pop().result()
-        except (grpc.aio.UsageError, grpc.aio.BaseError) as error:
-            why = Unavailable(f"the stream broke: {error}")
-        finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
-            term.closed(session, str(why))
-        return why
+        return NodeSession(endpoint, session_id), seats
 
     async def _read(
         self, term: Term, session: NodeSession, incoming: AsyncIterator[controller_pb2.NodeMessage]
-    ) -> ElasticEPError:
-        async for message in incoming:
-            try:
-                events = messages.read_events(session.node, message)
-            except ConfigError as error:
-                return error
-            term.heard(session, events)
-        return Unavailable("the node ended its session")
+    ) -> None:
+        """Take what the node says until it stops; closes the session."""
+        try:
+            async for message in incoming:
+                term.heard(session, messages.read_events(session.node, message))
+            session.close(Unavailable("the node ended its session"))
+        except ConfigError as error:
+            session.close(error)
+        except DecodeError:
+            session.close(ConfigError(f"a message of node {session.node} cannot be parsed"))
+        except Exception as error:
+            session.close(Unavailable(f"the stream of node {session.node} broke: {error}"))
 
 
 def _ranks(ranks: Any) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """One node's open stream: what waits to be sent to it, and how it ends."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any, Final
-
-import grpc.aio
 
 from elasticep.control.records import Endpoint
 from elasticep.errors import ElasticEPError, Unavailable
@@ -33,6 +32,8 @@ class NodeSession:
 
     def send(self, message: ControllerMessage) -> None:
         """Queue a message; a node that does not read loses its session."""
+        if self._closed.done():
+            return  # it says hello again and hears it then
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
@@ -47,15 +48,25 @@ class NodeSession:
         if not self._closed.done():
             self._closed.set_result(why)
 
-    async def pump(self, context: "grpc.aio.ServicerContext[Any, Any]") -> ElasticEPError:
-        """Send until the session is closed; returns why."""
+    @property
+    def why(self) -> ElasticEPError:
+        """Why it was closed."""
+        return self._closed.result() if self._closed.done() else Unavailable("the stream broke")
+
+    async def outgoing(self) -> AsyncGenerator[ControllerMessage, None]:
+        """What is to be sent, until the session is closed.
+
+        A generator, so that the stream is never ended in the middle of a write: then its status
+        could not be sent, and the node would wait for ever.
+        """
         while not self._closed.done():
             getting = asyncio.ensure_future(self._queue.get())
             try:
                 waits: list[asyncio.Future[Any]] = [getting, self._closed]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    await context.write(getting.result())
+                if not getting.done():
+                    return
+                message = getting.result()
             finally:
                 getting.cancel()
-        return self._closed.result()
+            yield message
