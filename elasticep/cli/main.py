@@ -25,7 +25,8 @@ SUBCOMMANDS: dict[str, str] = {
     "placement": "Plan, show and compare placements of experts.",
     "plan": "Compare the ways to exchange rows, for a model and a group size.",
     "rebalance": "Ask for a rebalance of a group's experts.",
-    "drain": "Take ranks out of service, or put them back.",
+    "drain": "Take ranks out of service.",
+    "undrain": "Let ranks back into service.",
     "demo": "Serve a small model and kill a rank under it.",
 }
 

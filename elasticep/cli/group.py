@@ -1,0 +1,62 @@
+"""`elasticep group create FILE` and `elasticep group show [NAME]`."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elasticep.cli.operator import ask, controller_options
+from elasticep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
+
+
+@click.group("group")
+def command() -> None:
+    """Create and inspect groups."""
+
+
+@controller_options
+@command.command("create")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def create(file: Path, **options: Any) -> None:
+    """Create the group that FILE (TOML) describes, or confirm that it exists as described."""
+    from elasticep.group import GroupConfig
+    from elasticep.proto import controller_pb2
+
+    try:
+        with file.open("rb") as stream:
+            config = GroupConfig.from_toml_dict(tomllib.load(stream))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+    request = controller_pb2.CreateGroupRequest(config=config.to_proto())
+
+    async def call(stub: "ControllerServiceAsyncStub", timeout_s: float) -> bool:
+        return (await stub.CreateGroup(request, timeout=timeout_s)).created
+
+    created = ask(options, call)
+    click.echo(f"group {config.name} {'created' if created else 'exists with this config'}")
+
+
+@controller_options
+@command.command("show")
+@click.argument("name", required=False)
+def show(name: str | None, **options: Any) -> None:
+    """Print the config of one group, or of all, as JSON."""
+    from elasticep.group import GroupConfig
+    from elasticep.proto import controller_pb2
+
+    request = controller_pb2.GetClusterRequest(group=name or "")
+
+    async def call(
+        stub: "ControllerServiceAsyncStub", timeout_s: float
+    ) -> controller_pb2.GetClusterResponse:
+        return await stub.GetCluster(request, timeout=timeout_s)
+
+    configs = [GroupConfig.from_proto(g.config).to_dict() for g in ask(options, call).groups]
+    click.echo(json.dumps(configs[0] if name else configs, indent=2))

@@ -1,0 +1,99 @@
+"""What the operator's commands share: finding the leader, and one call to it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from elasticep.config import TlsConfig
+from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
+
+if TYPE_CHECKING:
+    from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
+
+DEFAULT_CONTROLLER = "127.0.0.1:7400"
+_R = TypeVar("_R")
+Call = Callable[["ControllerServiceAsyncStub", float], Awaitable[_R]]
+
+
+def controller_options(command: click.Command) -> click.Command:
+    """Add the options that say how the controllers are reached."""
+    command.params += [
+        click.Option(
+            ["--controllers"],
+            default=DEFAULT_CONTROLLER,
+            show_default=True,
+            envvar="ELASTICEP_CONTROLLERS",
+            help="Addresses of the controllers, with commas; the one that leads is found.",
+        ),
+        click.Option(
+            ["--timeout"], type=float, default=15.0, show_default=True, help="Seconds to wait."
+        ),
+        *(
+            click.Option(
+                [f"--tls-{name}"], default="", envvar=f"ELASTICEP_TLS_{name.upper()}", help=text
+            )
+            for name, text in (
+                ("cert", "PEM certificate for mutual TLS."),
+                ("key", "Its key."),
+                ("ca", "PEM certificate of the authority that signs the controllers'."),
+            )
+        ),
+    ]
+    return command
+
+
+def ask(options: dict[str, Any], call: Call[_R]) -> _R:
+    """Make a call to whichever controller leads.
+
+    Args:
+        options: `controllers`, `timeout` and `tls_*` as `controller_options` gives them.
+        call: gets a stub and the seconds that are left.
+
+    Raises:
+        ElasticEPError: what the leader answered; `Unavailable` when none answered in time.
+    """
+    addresses = [part.strip() for part in options["controllers"].split(",") if part.strip()]
+    if not addresses:
+        raise ConfigError("no controller is named; use --controllers")
+    tls = TlsConfig(cert=options["tls_cert"], key=options["tls_key"], ca=options["tls_ca"])
+    return asyncio.run(_ask(addresses, tls, options["timeout"], call))
+
+
+async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Call[_R]) -> _R:
+    import grpc.aio
+
+    from elasticep.proto.controller_pb2_grpc import ControllerServiceStub
+    from elasticep.rpc import open_channel, typed_error
+
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    heard: dict[str, ElasticEPError] = {}
+    while (left_s := end - loop.time()) > 0:
+        for address in addresses:
+            try:
+                async with open_channel(address, tls) as channel:
+                    return await call(ControllerServiceStub(channel), max(0.1, left_s))
+            except grpc.aio.AioRpcError as error:
+                heard[address] = typed_error(error, "the call")
+                if not isinstance(heard[address], (NotLeader, Unavailable)):
+                    raise heard[address] from None
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise heard[address] from None
+        if all(not isinstance(error, NotLeader) for error in heard.values()):
+            break  # nobody of ours is there: waiting would not help
+        await asyncio.sleep(0.1)
+    told = "; ".join(f"{address}: {error}" for address, error in heard.items())
+    raise Unavailable(f"no controller answered ({told}); is `elasticep controller` running?")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Read "3" or "0-2,5"; `ConfigError` when it is neither."""
+    from elasticep.config import parse_seats
+
+    try:
+        (seats,) = parse_seats(f"x:{text}")
+    except ValueError:
+        raise ConfigError(f"{text!r} names no ranks; use a form such as 3 or 0-2,5") from None
+    return list(seats.ranks)

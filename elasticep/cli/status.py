@@ -1,0 +1,131 @@
+"""`elasticep status`."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elasticep.cli.operator import ask, controller_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from elasticep.proto.controller_pb2 import GetClusterResponse, GroupStatus
+    from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
+
+_COLOURS = {
+    "active": "green",
+    "staged": "cyan",
+    "joining": "cyan",
+    "suspected": "yellow",
+    "draining": "yellow",
+    "fenced": "red",
+    "gone": "red",
+}
+_HISTORY_SHOWN = 8
+
+
+@controller_options
+@click.command("status")
+@click.argument("group", required=False)
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(group: str | None, output: str, **options: Any) -> None:
+    """Show leader, nodes, members, views and what a group waits for."""
+    from elasticep.proto import controller_pb2
+
+    request = controller_pb2.GetClusterRequest(group=group or "")
+
+    async def call(
+        stub: "ControllerServiceAsyncStub", timeout_s: float
+    ) -> controller_pb2.GetClusterResponse:
+        return await stub.GetCluster(request, timeout=timeout_s)
+
+    answer = ask(options, call)
+    if output == "json":
+        click.echo(json.dumps(as_dict(answer), indent=2))
+    else:
+        _print(answer)
+
+
+def as_dict(answer: "GetClusterResponse") -> dict[str, Any]:
+    """The answer as plain values; the form that `--output json` prints."""
+    return {
+        "leader": answer.leader,
+        "nodes": [
+            {
+                "node": node.endpoint.node,
+                "domain": node.endpoint.domain,
+                "address": node.endpoint.grpc_address,
+                "connected": node.connected,
+                "last_heard_ms_ago": node.last_heard_ms_ago,
+            }
+            for node in answer.nodes
+        ],
+        "groups": [_group_dict(group) for group in answer.groups],
+    }
+
+
+def _group_dict(group: "GroupStatus") -> dict[str, Any]:
+    return {
+        "group": group.config.name,
+        "epoch": group.view.epoch,
+        "adopted_epoch": group.adopted_epoch,
+        "members": [member.rank for member in group.view.members],
+        "lost_experts": group.lost_experts,
+        "waiting": group.waiting,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "incarnation": rank.incarnation,
+                "node": rank.node,
+                "state": rank.state,
+                "epoch": rank.epoch,
+                "reason": rank.reason,
+            }
+            for rank in group.ranks
+        ],
+        "history": list(group.history),
+    }
+
+
+def _print(answer: "GetClusterResponse") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"leader: {answer.leader}")
+    nodes = Table("node", "domain", "daemon", "session", "heard", box=None, pad_edge=False)
+    for node in answer.nodes:
+        state = "[green]open[/]" if node.connected else "[red]none[/]"
+        ago = f"{node.last_heard_ms_ago / 1_000:.1f} s ago"
+        where = node.endpoint
+        nodes.add_row(where.node, where.domain[:12], where.grpc_address, state, ago)
+    if answer.nodes:
+        console.print(nodes)
+    for group in answer.groups:
+        for part in _group_parts(group):
+            console.print(part)
+
+
+def _group_parts(group: "GroupStatus") -> "list[RenderableType]":
+    from rich.markup import escape
+    from rich.table import Table
+
+    epoch = f"epoch {group.view.epoch}" if group.view.epoch else "no view yet"
+    adopted = f", adopted {group.adopted_epoch}" if group.view.epoch else ""
+    parts: list[RenderableType] = [f"\ngroup [bold]{group.config.name}[/]: {epoch}{adopted}"]
+    if group.lost_experts:
+        parts.append(f"[red]{group.lost_experts} experts have no replica[/]")
+    if group.waiting:
+        parts.append(f"[yellow]{escape(group.waiting)}[/]")
+    ranks = Table("rank", "incarnation", "node", "state", "epoch", "", box=None, pad_edge=False)
+    for rank in group.ranks:
+        state = f"[{_COLOURS.get(rank.state, 'white')}]{rank.state}[/]"
+        reason = escape(rank.reason)
+        ranks.add_row(
+            str(rank.rank), str(rank.incarnation), rank.node, state, str(rank.epoch), reason
+        )
+    if group.ranks:
+        parts.append(ranks)
+    parts += [escape(line) for line in group.history[-_HISTORY_SHOWN:]]
+    return parts
