@@ -32,6 +32,8 @@ class EngineSettings:
         rows: batch rows, the exchange's cap.
         length: the longest request, in tokens.
         attach_timeout_s: how long the cluster may take to come up.
+        tell_at: first step whose begin is told to the parent, who kills something then: in the
+            middle of a step, where it hurts.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class EngineSettings:
     rows: int
     length: int
     attach_timeout_s: float
+    tell_at: int | None = None
 
 
 def run_engine(settings: EngineSettings, model: Any, pipe: Pipe) -> int:
@@ -79,6 +82,7 @@ class _Engine:
         self._decoder = Decoder(model, settings.sizes, settings.rows, settings.length)
         self._batch = Batch(settings.rows)
         self._stop_at: int | None = None
+        self._tell_at = settings.tell_at
         self._epoch = 0
         self._begun_ns = 0
 
@@ -129,6 +133,9 @@ class _Engine:
             self._pipe.send(
                 "view", epoch=step.epoch, members=sorted(step.members), at_ns=self._begun_ns
             )
+        if self._tell_at is not None and step.number >= self._tell_at:
+            self._tell_at = None
+            self._pipe.send("inside", step=step.number)
         if not feed.count:
             with torch.inference_mode():
                 self._layers.idle()

@@ -191,10 +191,9 @@ class Demo:
         if self._watch is not None:
             self._watch.complete(rank, message["epoch"], message["begun_ns"], message["at_ns"])
             self._tell_recovery()
-        elif self._settings.kill is not Kill.NONE and rank == self._settings.victim:
-            serving = all(each.state == "serving" for each in self._lines.values())
-            if serving and line.step >= self._settings.kill_at:
-                self._kill()
+
+    def _on_inside(self, rank: int, message: Message) -> None:
+        self._kill(message["step"])
 
     def _on_fenced(self, rank: int, message: Message) -> None:
         self._display.event(f"rank {rank} is fenced: {message['why']}")
@@ -207,7 +206,7 @@ class Demo:
 
     # ---- the kill
 
-    def _kill(self) -> None:
+    def _kill(self, step: int) -> None:
         s = self._settings
         victim, engine = s.victim, self._engines[s.victim]
         losing = s.kill.costs_a_rank
@@ -222,7 +221,7 @@ class Demo:
             case _:
                 self._cluster.kill(self._killed_unit)
         self._watch = KillWatch(at_ns, survivors, after_epoch)
-        self._display.event(f"KILL -9: {self._victim_name()}, at step {self._lines[victim].step}")
+        self._display.event(f"KILL -9: {self._victim_name()}, in the middle of step {step}")
 
     def _victim_name(self) -> str:
         match self._settings.kill:
@@ -334,6 +333,7 @@ _HANDLERS: Final = {
     "attached": Demo._on_attached,
     "view": Demo._on_view,
     "torn": Demo._on_torn,
+    "inside": Demo._on_inside,
     "complete": Demo._on_complete,
     "fenced": Demo._on_fenced,
     "failed": Demo._on_failed,

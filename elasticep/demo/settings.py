@@ -116,6 +116,10 @@ class DemoSettings:
         """The rank that is killed, or whose daemon is."""
         return self.ranks // 2
 
+    def kills(self, rank: int) -> bool:
+        """Whether it is this rank whose progress decides when something is killed."""
+        return self.kill is not Kill.NONE and rank == self.victim
+
     def group_config(self) -> GroupConfig:
         """The group: every expert twice, so that any one rank can go."""
         copies = min(2, self.ranks)

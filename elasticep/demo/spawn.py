@@ -107,5 +107,6 @@ def _become(
         rows=ROWS,
         length=settings.length,
         attach_timeout_s=settings.timeout_s / 2,
+        tell_at=settings.kill_at if settings.kills(rank) else None,
     )
     return run_engine(engine, model, theirs)
