@@ -15,7 +15,7 @@ BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 
-.PHONY: build native demo test lint format proto test-gpu wheel clean distclean
+.PHONY: build native demo test lint format proto test-gpu model wheel clean distclean
 .DEFAULT_GOAL := build
 
 build: native
@@ -73,6 +73,10 @@ format: $(DEPS)
 
 proto: $(DEPS)
 	$(PY) scripts/generate_protos.py
+
+# The model of a step, and every planted bug (docs/model); needs spin.
+model:
+	bash docs/model/check.sh
 
 # On a machine with a GPU, with the interpreter that is there (torch with CUDA, nvcc, cmake, ninja,
 # pytest) and nothing installed: GPU_PYTHON=python3.12 make test-gpu
