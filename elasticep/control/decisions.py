@@ -164,7 +164,7 @@ def propose(state: GroupState, now_ms: int, out: Outcome) -> None:
             connected=state.connected,
             latest=state.view,
             pending=state.latest_pending(),
-            adopted=state.adopted,
+            unadopted=state.unadopted,
             in_use=None if in_use is None else [placement for _, placement in in_use],
             revoked=state.revoked,
             cannot_load=state.cannot_load,

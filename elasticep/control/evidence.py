@@ -3,8 +3,9 @@
 Every rank waits for at most one other at a time, so the standing reports form chains. A chain ends
 at a root, a rank that is waited for and waits for nobody, or in a cycle, which is a broken link
 (two ranks, each waiting for the other) or a longer one of the same kind. Of a chain only the root
-is blamed; of a cycle exactly one rank, the one whose removal frees most others, and of equals the
-highest. Expelling more would punish both ends of a link.
+is blamed; of a cycle exactly one rank: the one whose removal frees most others, of equals the one
+that has waited longest (one that is stopped in the middle of a wait keeps a report that is not true
+any more), then the highest. Expelling more would punish both ends of a link.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,7 +59,8 @@ def judge(
     suspected: set[int] = set()
     expelled: list[Verdict] = []
     waiters = _waiters(edges)
-    for root in sorted(set(edges.values()) - set(edges)):
+    excused = _excused(seats, judged, hang_ms, now_ms)
+    for root in sorted(set(edges.values()) - set(edges) - excused):
         if judged[root].warmup:
             continue
         suspected.add(root)
@@ -81,7 +83,7 @@ def judge(
         held_ms = min(now_ms - max(_since(judged[r]), judged[r].moved_ms) for r in cycle)
         if held_ms >= hang_ms:
             freed = {rank: _reach(rank, cycle, waiters) for rank in cycle}
-            worst = max(cycle, key=lambda rank: (freed[rank], rank))
+            worst = max(cycle, key=lambda rank: (freed[rank], -_since(judged[rank]), rank))
             ring = " -> ".join(str(rank) for rank in (*cycle, cycle[0]))
             expelled.append(
                 Verdict(
@@ -91,6 +93,24 @@ def judge(
                 )
             )
     return Judgement(frozenset(suspected), tuple(expelled))
+
+
+def _excused(
+    seats: Mapping[int, Seat], judged: Mapping[int, Seat], hang_ms: int, now_ms: int
+) -> set[int]:
+    """Ranks that wait for somebody who is not judged: expelled just now, or on a silent node.
+
+    Without this the next in a chain would be blamed as soon as its root is expelled. They have as
+    long as anybody to let go of that wait.
+    """
+    found: set[int] = set()
+    for rank, seat in judged.items():
+        target = seats.get(seat.wait.target) if seat.wait is not None else None
+        if target is None or target.rank in judged:
+            continue
+        if target.live or now_ms - target.over_ms < hang_ms:
+            found.add(rank)
+    return found
 
 
 def _since(seat: Seat) -> int:

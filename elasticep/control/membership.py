@@ -214,7 +214,8 @@ class Membership:
         if seat is None:
             return
         pending = next((p for p in self._s.pending if p.view.epoch == event.epoch), None)
-        if pending is None or not pending.view.holds(seat.rank, seat.incarnation):
+        # A joiner whose view was called off has no first view any more.
+        if pending is None or not pending.view.holds(seat.rank, seat.incarnation) or not seat.since:
             out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
         elif event.error:
             pending.errors[event.rank] = event.error

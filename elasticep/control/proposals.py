@@ -57,7 +57,7 @@ class Situation:
         connected: nodes with a session.
         latest: the view proposed last.
         pending: its `Pending`, None once adopted.
-        adopted: the highest epoch that every live member runs in.
+        unadopted: how many proposed views are not adopted.
         in_use: placements that somebody may run in; None: not known since the leader changed.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content: they failed to load some.
@@ -70,7 +70,7 @@ class Situation:
     connected: AbstractSet[str]
     latest: View | None
     pending: Pending | None
-    adopted: int
+    unadopted: int
     in_use: Sequence[Placement] | None
     revoked: AbstractSet[int]
     cannot_load: AbstractSet[tuple[int, int]]
@@ -114,12 +114,11 @@ def next_plan(s: Situation) -> Plan | str:
     change = _change(s, latest)
     urgent = change.urgent or bool(s.revoked)
     wanted = urgent or bool(change.joining)
-    unadopted = latest.epoch - s.adopted
-    if unadopted >= MAX_UNADOPTED or (unadopted and not urgent):
+    if s.unadopted >= MAX_UNADOPTED or (s.unadopted and not urgent):
         return _not_yet(s, latest) if wanted else ""
-    if not unadopted and not wanted and not latest.lost:
+    if not s.unadopted and not wanted and not latest.lost:
         return ""
-    if unadopted or (urgent and len(change.stay) >= s.config.min_ranks):
+    if s.unadopted or (urgent and len(change.stay) >= s.config.min_ranks):
         change.joining = []  # a death is answered first: a view with joiners waits for them
     plan = _evolve(s, latest, change)
     if isinstance(plan, Plan) and len(plan.members) < s.config.min_ranks:

@@ -97,6 +97,7 @@ class Seat:
         ended_ms: when incarnations ended that count for flap damping.
         failed_starts: incarnations in a row that ended before an engine attached.
         grant_after_ms: not granted before.
+        over_ms: when the last incarnation ended.
     """
 
     rank: int
@@ -113,6 +114,7 @@ class Seat:
     ended_ms: list[int] = field(default_factory=list)
     failed_starts: int = 0
     grant_after_ms: int = 0
+    over_ms: int = 0
     wait: Wait | None = None
     progress: int = -1  # not heard yet
     progress_seen_ms: int = 0
@@ -161,7 +163,7 @@ class Seat:
     def end(self, now_ms: int, why: str, *, counts: bool) -> None:
         """The present incarnation is over; `counts`: for flap damping and start backoff."""
         self.move(Phase.FENCED, now_ms, why)
-        self.why, self.wait = why, None
+        self.why, self.wait, self.over_ms = why, None, now_ms
         if not counts:
             return
         self.ended_ms = [t for t in self.ended_ms if now_ms - t < FLAP_WINDOW_MS]
