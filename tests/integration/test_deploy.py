@@ -32,9 +32,9 @@ MANIFESTS = sorted([*KUBERNETES.glob("*.yaml"), *KUBERNETES.glob("examples/*.yam
 CONFIGS: dict[str, Any] = {"controller": ControllerConfig, "daemon": DaemonConfig}
 # What the core, the daemon and its workers cannot do without.
 SYSCALLS = {
-    *("memfd_create", "fallocate", "ftruncate", "mmap", "mlock", "futex", "set_robust_list"),
-    *("pidfd_open", "pidfd_send_signal", "kill", "recvmsg", "sendmsg", "epoll_wait", "execve"),
-    *("setsid", "clock_nanosleep", "eventfd2", "sched_setaffinity", "prctl"),
+    *("memfd_create", "fallocate", "ftruncate", "mmap", "futex", "futex_waitv", "set_robust_list"),
+    *("pidfd_open", "pidfd_send_signal", "recvmsg", "sendmsg", "epoll_wait", "eventfd2"),
+    *("execve", "setsid", "close_range", "prctl", "flock", "rename", "sched_setaffinity"),
 }
 
 # ---- systemd
@@ -322,6 +322,20 @@ def check_query(query: str, series: dict[str, set[str]]) -> set[str]:
     named |= set(re.findall(r"(\w+)=~?\"", query))
     assert named <= known, f"{sorted(named - known)} in {query}"
     return used
+
+
+def test_page_on_operations_has_every_series_with_its_labels() -> None:
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    documented = {}
+    row = r"^\| `(elasticep_\w+)` \|([^|]*)\| ([^|]*) \|$"
+    for name, labels, text in re.findall(row, page, flags=re.MULTILINE):
+        bucket = f"{name}_bucket" if text.startswith("histogram") else name
+        documented[bucket] = set(re.findall(r"`(\w+)`", labels))
+    series = known_series()
+    kept = {
+        n: labels - {"le"} for n, labels in series.items() if not n.endswith(("_sum", "_count"))
+    }
+    assert documented == kept
 
 
 def test_alerts_name_series_that_exist() -> None:
