@@ -26,7 +26,7 @@ def _stop(number: int, _: object) -> None:
 )
 @click.option("--at", type=int, help="Step of the kill; default: the middle of the answers.")
 @click.option("--tokens", default=40, show_default=True, help="Tokens to answer to each request.")
-@click.option("--seed", default=0, show_default=True, help="Of the model's weights.")
+@click.option("--seed", default=13, show_default=True, help="Of the model's weights.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def command(

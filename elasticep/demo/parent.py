@@ -15,7 +15,7 @@ from elasticep.demo.display import Display, Progress, RankLine
 from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.report import Report
-from elasticep.demo.settings import ROWS, DemoSettings, Kill
+from elasticep.demo.settings import DemoSettings, Kill
 from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
@@ -290,7 +290,7 @@ class Demo:
             Assignment(number, entry.prompt, (), entry.max_new)
             for number, entry in enumerate(self._journal.entries)
         ]
-        reference = run_reference(self._model, s.sizes, requests, ROWS, s.length)
+        reference = run_reference(self._model, s.sizes, requests, s.length)
         self._display.event("compared with a single-process run of the same model")
         differing = self._journal.differing(reference.tokens)
         replay_errors = sum(self._replay_errors.values())

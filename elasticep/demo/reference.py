@@ -23,11 +23,11 @@ class Reference:
 
 
 def run_reference(
-    model: Any, sizes: ModelSizes, requests: list[Assignment], rows: int, length: int
+    model: Any, sizes: ModelSizes, requests: list[Assignment], length: int
 ) -> Reference:
-    """Decode all requests, `rows` at a time, one token per row and step as the engines do."""
-    batch = Batch(rows)
-    decoder = Decoder(model, sizes, rows, length)
+    """Decode all requests at once, one token per row and step as the engines do."""
+    batch = Batch(len(requests))
+    decoder = Decoder(model, sizes, len(requests), length)
     for request in requests:
         batch.add(request)
     tokens: list[list[int]] = [[] for _ in requests]

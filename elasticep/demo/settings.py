@@ -64,7 +64,7 @@ class DemoSettings:
     kill: Kill = Kill.WORKER
     at: int | None = None
     tokens: int = 40
-    seed: int = 0
+    seed: int = 13  # clear margins: the best token is never nearly a tie
     timeout_s: float = 120.0
     sizes: ModelSizes = ModelSizes()
 

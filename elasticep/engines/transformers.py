@@ -62,45 +62,36 @@ class ExchangeMoE(nn.Module):
         if not self._layers.rowwise:
             _, weights, ids = self.gate(x)
             return weights, ids
-        parts = [self.gate(row) for row in x.split(1)]
-        return torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
+        # What the router does, with its one product computed row by row.
+        logits = rowwise_linear(x, self.gate.weight)
+        best = torch.softmax(logits.float(), dim=-1).topk(self.gate.top_k, dim=-1)
+        weights = best.values
+        if self.gate.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, best.indices
 
     def _compute(self, recv: Received) -> None:
         slots = self._layers.session.slots(self.layer)
-        choices = (recv.ids >= 0).nonzero()
-        if not len(choices):
-            return
-        if self._layers.exchange.spec.reduce is Reduce.PER_EXPERT:
-            for rows, picks, expert in self._grouped(recv, choices, slots):
-                recv.out[rows, picks] = self._expert(recv.rows[rows], expert).to(recv.out.dtype)
-            return
-        recv.out[choices[:, 0]] = 0
-        for rows, picks, expert in self._grouped(recv, choices, slots):
-            y = self._expert(recv.rows[rows], expert).float() * recv.weights[rows, picks, None]
-            recv.out.index_add_(0, rows, y.to(recv.out.dtype))
-
-    def _grouped(
-        self, recv: Received, choices: torch.Tensor, slots: tuple[int, ...]
-    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Rows and picks that one product serves, with their logical expert."""
-        rows, picks = choices[:, 0], choices[:, 1]
+        rows, picks = (recv.ids >= 0).nonzero(as_tuple=True)
         local = recv.ids[rows, picks]
-        if self._layers.rowwise:
-            # A product of one row gives the same bits whatever else came; a larger one may not.
-            singles = zip(rows.split(1), picks.split(1), local.tolist(), strict=True)
-            return [(row, pick, slots[slot]) for row, pick, slot in singles]
-        groups = []
+        per_rank = self._layers.exchange.spec.reduce is Reduce.PER_RANK
+        total = torch.zeros(recv.out.shape if per_rank else (0,))
         for slot in local.unique().tolist():
             mine = local == slot
-            groups.append((rows[mine], picks[mine], slots[slot]))
-        return groups
+            row, pick = rows[mine], picks[mine]
+            y = self._expert(recv.rows[row], slots[slot])
+            if per_rank:
+                total.index_add_(0, row, y.float() * recv.weights[row, pick, None])
+            else:
+                recv.out[row, pick] = y.to(recv.out.dtype)
+        if per_rank:
+            recv.out[rows] = total[rows].to(recv.out.dtype)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        weights = self.experts
-        both = functional.linear(x.to(weights.gate_up_proj.dtype), weights.gate_up_proj[expert])
-        gate, up = both.chunk(2, dim=-1)
-        down: torch.Tensor = functional.linear(weights.act_fn(gate) * up, weights.down_proj[expert])
-        return down
+        linear = rowwise_linear if self._layers.rowwise else functional.linear
+        gate_up, down = self.experts.gate_up_proj[expert], self.experts.down_proj[expert]
+        gate, up = linear(x.to(gate_up.dtype), gate_up).chunk(2, dim=-1)
+        return linear(self.experts.act_fn(gate) * up, down)
 
 
 class MoELayers:
@@ -135,8 +126,22 @@ class MoELayers:
         return cast(torch.dtype, self.blocks[0].experts.down_proj.dtype)
 
 
+def rowwise_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[rows, in]` -> `[rows, out]` with one product per row: the same bits in every batch.
+
+    Args:
+        x: `[rows, in]`.
+        weight: `[out, in]`, not copied.
+        bias: `[out]`.
+    """
+    out = torch.bmm(x[:, None], weight.t().expand(len(x), -1, -1))[:, 0]
+    return out if bias is None else out + bias
+
+
 class RowwiseLinear(nn.Module):
-    """`nn.Linear` with one product per row: the same bits for a row in every batch."""
+    """`nn.Linear` over `rowwise_linear`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -145,9 +150,8 @@ class RowwiseLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, x.shape[-1]).split(1)
-        products = [functional.linear(row, self.weight, self.bias) for row in rows]
-        return torch.cat(products).view(*x.shape[:-1], -1)
+        out = rowwise_linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return out.view(*x.shape[:-1], -1)
 
 
 def replace_moe_blocks(
