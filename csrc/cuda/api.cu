@@ -66,6 +66,8 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
     s.shared = kPushShared;
   } else if (payload == Payload::kRaw) {
     s.threads = threads_for(u32(x.at.row_bytes / 16), 1024);
+  } else if (payload == Payload::kNone) {
+    s.threads = 256;
   } else {
     s.threads = threads_for(c.domain.hidden / 16, 512);
   }
@@ -101,6 +103,15 @@ int dispatch(epc_context* c, const epc_dispatch_args* args, u32 half, void* stre
   a.row_bytes = u32(x->at.row_bytes);
   a.block_lanes = lanes_of(x->dispatch_dtype);
   auto s = static_cast<cudaStream_t>(stream);
+  if (x->gpu.overlap && half == (kSend | kReceive) && sm_budget(*c) > 1) {
+    const ExpandArgs& e = c->expand[args->exchange][args->channel];
+    const u32 budget = sm_budget(*c), pushers = (budget + 3) / 4;  // a quarter of the SMs fills the link
+    EPC_TRY(launch_dispatch(a, Payload::kNone, dispatch_shape(*c, *x, Payload::kNone), s));
+    EPC_TRY(launch_place(e, budget, s));
+    EPC_TRY(launch_push_and_expand({a, e, pushers}, {budget, 0, 0, c->early}, s));
+    return 0;
+  }
+  if (x->gpu.overlap) return ep::fail(EP_EUSAGE, "exchange %u overlaps arrival and expansion; its dispatch has no halves", args->exchange);
   EPC_TRY(launch_dispatch(a, payload, dispatch_shape(*c, *x, payload), s));
   if (half & kReceive && x->at.expanded_rows) EPC_TRY(launch_expand(c->expand[args->exchange][args->channel], sm_budget(*c), s));
   return 0;
@@ -114,6 +125,22 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   if (reinterpret_cast<uintptr_t>(out) % 16) return ep::fail(EP_EINVAL, "out is not aligned to 16 bytes");
   auto s = static_cast<cudaStream_t>(stream);
   const bool expands = x->layout == EP_LAYOUT_CONTIGUOUS || x->layout == EP_LAYOUT_MASKED;
+  if (x->gpu.overlap) {
+    if (half != (kSend | kReceive)) return ep::fail(EP_EUSAGE, "exchange %u sums outputs as they are pulled; its combine has no halves", exchange);
+    PullArgs p{};
+    p.combine.domain = c->domain;
+    p.combine.exchange = *x;
+    p.combine.out = static_cast<u8*>(out);
+    p.combine.tokens = tokens;
+    p.combine.half = half;
+    p.combine.parts = 1;
+    p.combine.out_dtype = out_dtype;
+    p.combine.row_bytes = u32(x->at.y_row_bytes);
+    p.expand = c->expand[exchange][channel];
+    p.pullers = (sm_budget(*c) + 2) / 3;
+    EPC_TRY(launch_reduce_and_pull(p, {sm_budget(*c), 0, 0, c->early}, s));
+    return 0;
+  }
   if (half & kSend && expands && x->reduce == EP_REDUCE_PER_RANK) EPC_TRY(launch_reduce(c->expand[exchange][channel], sm_budget(*c), s));
   CombineArgs a{};
   a.domain = c->domain;
@@ -124,7 +151,8 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   a.out_dtype = out_dtype;
   a.row_bytes = u32(x->at.y_row_bytes);
   const u32 vectors = a.row_bytes / 16, budget = sm_budget(*c);
-  const bool bulk = half & kReceive && wants_bulk(*c, u64(tokens) * a.row_bytes);
+  // Plain loads pull as fast as bulk copies (both at the link's rate for reads) and start sooner.
+  const bool bulk = half & kReceive && c->config.pinned_plan == 2;
   Shape shape{};
   shape.early = c->early;
   if (bulk) {

@@ -40,7 +40,7 @@ struct Barrier {
   u32 dead[kMaxRanks];
   BarrierDecision::Kind kind;
   u64 epoch, base;
-  u32 doomed, who;
+  u32 doomed, who, adopted;
 };
 
 __device__ u64 seen_bytes(u32 ranks) { return sizeof(Seen) + ep::kCellViews * ranks * 4; }
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
     b.step = s->barrier + 1;
     b.deadline = began + d.step_timeout_ns;
     b.higher = 0;
-    b.doomed = 0;
+    b.doomed = b.adopted = 0;
     const Staged* v = d.staged + s->bank;
     b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
     b.staged_count = later_views(d, s->epoch, b.staged);
@@ -426,12 +426,16 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   if (threadIdx.x == 0) {
     if (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) adopt(d, b);
     if (status == EPC_STEP_RUN) s->torn = 0;
+    b.adopted = (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) && b.epoch != b.running.epoch;
     if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
       const u32 why = status == EPC_STEP_DOOMED ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED;
       d.record->fault = {b.step, s->epoch, why, kPhaseBarrier, 0, status == EPC_STEP_DOOMED ? b.who : d.me};
     }
   }
   __syncthreads();
+  const u32 entries = d.layers * d.experts;
+  const int4* from = reinterpret_cast<const int4*>(d.maps + b.epoch % EP_BANKS * entries);
+  for (u32 i = threadIdx.x; b.adopted && i < entries; i += kThreads) reinterpret_cast<int4*>(d.active)[i] = __ldcg(from + i);
   publish(d, b, status, began);
 }
 

@@ -129,7 +129,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = check_formats()) return bad;
   if (!driver()) return EP_EUSAGE;
   EPC_TRY(cudaSetDevice(int(config.device)));
-  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand()}));
+  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand(), load_overlap()}));
   if (int bad = open_memory(data_fd, header_fd)) return bad;
   int sm_count = 0;
   EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));
@@ -156,17 +156,21 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.step_timeout_ns = header->timeouts.step_timeout_ns;
   d.suspect_ns = header->timeouts.suspect_after_ns;
   Staged* staged = nullptr;
-  MapEntry* maps = nullptr;
+  Copies* maps = nullptr;
+  u32* lists = nullptr;
   ep::Replica* replicas = nullptr;
   if (int bad = allocate(&d.state, 1)) return bad;
   if (int bad = allocate(&staged, EP_BANKS)) return bad;
   if (int bad = allocate(&maps, u64(EP_BANKS) * g.layers * g.experts)) return bad;
+  if (int bad = allocate(&lists, u64(EP_BANKS) * g.layers * g.experts)) return bad;
+  if (int bad = allocate(&d.active, u64(g.layers) * g.experts)) return bad;
   if (int bad = allocate(&replicas, u64(EP_BANKS) * g.layers * g.max_ranks * g.slots)) return bad;
   if (int bad = allocate(&d.pending, u64(g.layers) * g.experts)) return bad;
   if (int bad = allocate(&d.scratch, barrier_scratch_bytes(g.max_ranks))) return bad;
   if (int bad = allocate(&complete_flag, 1)) return bad;
   d.staged = staged;
   d.maps = maps;
+  d.lists = lists;
   d.replicas = replicas;
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
   clock_kernel<<<1, 1, 0, side>>>(reinterpret_cast<u64*>(domain.record));
@@ -201,14 +205,16 @@ int epc_context::stage(const u8* image) {
       return ep::fail(EP_EUSAGE, "view %llu has rank %u, whose region is not mapped", static_cast<unsigned long long>(head.epoch), r);
 
   const u64 per_layer = u64(g.max_ranks) * g.slots, bank = head.epoch % EP_BANKS;
-  std::vector<MapEntry> map(u64(g.layers) * g.experts);
+  std::vector<Copies> map(u64(g.layers) * g.experts);
+  std::vector<u32> first(map.size());
   for (u32 layer = 0; layer < g.layers; ++layer)
     for (u32 e = 0; e < g.experts; ++e) {
       const u32* offsets = tables.offsets + u64(layer) * (g.experts + 1);
       const ep::Replica* list = tables.replicas + layer * per_layer + offsets[e];
       const u32 n = offsets[e + 1] - offsets[e];
       auto packed = [&](u32 i) { return i < n ? u32(list[i].rank) << 16 | list[i].slot : kNobody; };
-      map[u64(layer) * g.experts + e] = {packed(0), packed(1), n ? list[0].upto : 0, n, offsets[e], {}};
+      map[u64(layer) * g.experts + e] = {packed(0), packed(1), n ? list[0].upto : 0, n};
+      first[u64(layer) * g.experts + e] = offsets[e];
     }
   Staged entry{head.epoch, head.previous_epoch, head.digest, 0, {}};
   memcpy(entry.incarnation, head.incarnation, sizeof entry.incarnation);
@@ -218,7 +224,9 @@ int epc_context::stage(const u8* image) {
   EPC_TRY(cudaSetDevice(int(config.device)));
   auto board = const_cast<Staged*>(domain.staged) + bank;
   EPC_TRY(cudaMemsetAsync(&board->check, 0, sizeof board->check, side));
-  EPC_TRY(cudaMemcpyAsync(const_cast<MapEntry*>(domain.maps) + bank * map.size(), map.data(), map.size() * sizeof(MapEntry),
+  EPC_TRY(cudaMemcpyAsync(const_cast<Copies*>(domain.maps) + bank * map.size(), map.data(), map.size() * sizeof(Copies),
+                          cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaMemcpyAsync(const_cast<u32*>(domain.lists) + bank * first.size(), first.data(), first.size() * sizeof(u32),
                           cudaMemcpyHostToDevice, side));
   EPC_TRY(cudaMemcpyAsync(const_cast<ep::Replica*>(domain.replicas) + bank * g.layers * per_layer, tables.replicas,
                           g.layers * per_layer * sizeof(ep::Replica), cudaMemcpyHostToDevice, side));

@@ -17,23 +17,26 @@ constexpr u32 kMaxRanks = EP_MAX_RANKS;
 constexpr u32 kMaskWords = kMaxRanks / 32;
 constexpr u32 kChunkRows = 64;    // rows of a chunk: the bits of one word
 constexpr u32 kChunks = 128;      // chunks of an exchange unless its cap asks for more
+constexpr u32 kFineRows = 8;      // rows of a chunk where arrival and expansion overlap
+constexpr u64 kOverlapBytes = 4u << 20;  // bytes of a full batch from which on they do
 constexpr u32 kNobody = 0xffffffffu;
 
 // GPU parts of one channel, behind the parts that both planes share. Row r of a source belongs to chunk r % chunks and
 // is bit r / chunks of its words, so that any number of tokens spreads over all thread blocks.
 struct GpuChannel {
   u64 arrival;  // [R][chunks] TaggedWord: tag, and which of the chunk's rows have come to the reader
-  u64 tails;    // [R][chunks] TaggedWord: the same, when the tails are there but the payload may not be
-  u64 reduced;  // [R][chunks] u64 tag: rows of the chunk are pre-reduced on that rank
-  u32 chunks, pad;
+  u64 early;    // [R][chunks] TaggedWord: the same, when the tails have come but the rows may not have (overlap.cu)
+  u64 tails;    // [R][source_rows][K] TaggedWord: tag, and slot | weight << 32
+  u64 reduced;  // [R][chunks] u64 tag: that rank has summed its outputs for our rows of the chunk (overlap.cu)
+  u32 chunks;
+  u32 overlap;  // 1: rows are expanded and outputs summed while others are on the link (overlap.cu)
 };
 
-// One expert's copies as dispatch looks them up: with one or two copies nothing else is read.
-struct __align__(16) MapEntry {
+// One expert's copies as dispatch looks them up: with one or two of them nothing else is read.
+struct __align__(16) Copies {
   u32 first, second;  // rank << 16 | slot
   u32 upto;           // `first` serves points below it
-  u32 count, offset;  // more than two copies: `count` replicas from `offset` of the layer's list
-  u32 pad[3];
+  u32 count;          // more than two: see the bank's list of replicas
 };
 
 enum Phase : u32 { kPhaseNone = 0, kPhaseBarrier = 1, kPhaseDispatch = 2, kPhaseCombine = 3 };
@@ -77,7 +80,9 @@ struct Domain {
   long long monotonic_offset_ns;  // CLOCK_MONOTONIC - globaltimer
   State* state;
   const Staged* staged;        // [EP_BANKS]
-  const MapEntry* maps;        // [EP_BANKS][layers][experts]
+  Copies* active;              // [layers][experts] of the running view, at one address for all views
+  const Copies* maps;          // [EP_BANKS][layers][experts]
+  const u32* lists;            // [EP_BANKS][layers][experts] first replica of each expert
   const ep::Replica* replicas;  // [EP_BANKS][layers][R * S]
   u32* pending;                // [layers][experts] load of the running step
   u8* scratch;                 // barrier: copies of cells

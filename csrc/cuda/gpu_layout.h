@@ -10,8 +10,15 @@ struct GpuLayout {
   u64 data_bytes;
 };
 
-inline u32 chunks_of(u64 source_rows) {
+// Large batches that are expanded on the receiver. Decided by the cap, so that all ranks decide alike.
+inline bool overlaps(const ep_exchange_config& x, const ep::ChannelLayout& l) {
+  return (x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED) && x.copies == EP_COPIES_PER_RANK &&
+         x.reduce == EP_REDUCE_PER_RANK && x.dispatch_dtype <= EP_BF16 && l.source_rows * l.row_bytes >= kOverlapBytes;
+}
+
+inline u32 chunks_of(u64 source_rows, bool fine) {
   const u64 needed = (source_rows + kChunkRows - 1) / kChunkRows;
+  if (fine) return u32((source_rows + kFineRows - 1) / kFineRows);
   const u64 usual = source_rows < kChunks ? source_rows : kChunks;
   return u32(needed > usual ? needed : usual);
 }
@@ -27,10 +34,12 @@ inline int make_gpu_layout(const ep_geometry& g, GpuLayout* out) {
   for (u32 i = 0; i < g.exchanges; ++i)
     for (u32 c = 0; c < g.exchange[i].channels; ++c) {
       GpuChannel& l = out->channel[i][c];
-      l.chunks = chunks_of(out->base.channel[i][c].source_rows);
+      l.overlap = overlaps(g.exchange[i], out->base.channel[i][c]);
+      l.chunks = chunks_of(out->base.channel[i][c].source_rows, l.overlap);
       l.arrival = take(u64(g.max_ranks) * l.chunks * 16);
-      l.tails = take(u64(g.max_ranks) * l.chunks * 16);
-      l.reduced = take(u64(g.max_ranks) * l.chunks * 8);
+      l.early = take(l.overlap ? u64(g.max_ranks) * l.chunks * 16 : 0);
+      l.reduced = take(l.overlap ? u64(g.max_ranks) * l.chunks * 8 : 0);
+      l.tails = take(u64(g.max_ranks) * out->base.channel[i][c].source_rows * g.topk * 16);
     }
   out->data_bytes = at;
   return 0;

@@ -15,7 +15,7 @@ constexpr u32 kPullStages = 8, kPullPiece = 2048;   // combine: a piece is summe
 constexpr u32 kPushShared = kBulkBarrierBytes + kBulkWarps * kPushStages * kPushPiece;
 constexpr u32 kPullShared = kBulkBarrierBytes + kBulkWarps * kPullStages * kPullPiece;
 
-enum class Payload { kRaw, kBulk, kFromFp32, kFromFp16, kFromBf16 };
+enum class Payload { kNone, kRaw, kBulk, kFromFp32, kFromFp16, kFromBf16 };
 
 struct Shape {
   u32 grid, threads, shared;
@@ -34,7 +34,22 @@ cudaError_t launch_tear(const Domain& d, cudaStream_t stream);
 u64 barrier_scratch_bytes(u32 ranks);
 // Rows from arrival order into the layout of the expert kernel, and the outputs' sums per token (expand.cu).
 cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+// The same for large batches, with the link busy all the while (overlap.cu).
+struct PushArgs {
+  DispatchArgs dispatch;
+  ExpandArgs expand;
+  u32 pushers;
+};
+struct PullArgs {
+  CombineArgs combine;
+  ExpandArgs expand;
+  u32 pullers;
+};
+cudaError_t load_overlap();
+cudaError_t launch_push_and_expand(const PushArgs& a, const Shape& shape, cudaStream_t stream);
+cudaError_t launch_reduce_and_pull(const PullArgs& a, const Shape& shape, cudaStream_t stream);
 
 template <class Args>
 cudaError_t launch(void (*kernel)(const Args), const Args& args, const Shape& shape, cudaStream_t stream) {

@@ -46,6 +46,15 @@ __device__ __forceinline__ TaggedWord load_acquire(const TaggedWord* p) {
       : "memory");
   return v;
 }
+__device__ __forceinline__ TaggedWord load_relaxed(const TaggedWord* p) {
+  TaggedWord v;
+  asm volatile(
+      "{.reg .b128 t; ld.relaxed.sys.global.b128 t,[%2]; mov.b128 {%0,%1},t;}"
+      : "=l"(v.tag), "=l"(v.word)
+      : "l"(p)
+      : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_relaxed(TaggedWord* p, TaggedWord v) {
   asm volatile("{.reg .b128 t; mov.b128 t,{%1,%2}; st.relaxed.sys.global.b128 [%0],t;}" ::"l"(p), "l"(v.tag),
                "l"(v.word)

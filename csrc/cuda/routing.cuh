@@ -13,17 +13,13 @@ __device__ __forceinline__ u32 split_point(u32 token, u32 rank, u32 layer, u64 s
 }
 
 // rank << 16 | slot of the copy that serves `expert` of this token, or kNobody.
-__device__ __forceinline__ u32 serve(const Domain& d, const Now& now, u32 layer, u32 expert, u32 token) {
-  const u64 row = u64(now.bank) * d.layers + layer;
-  const int4 raw = __ldg(reinterpret_cast<const int4*>(d.maps + row * d.experts + expert));
-  const u32 first = u32(raw.x), second = u32(raw.y), upto = u32(raw.z), count = u32(raw.w);
-  if (count == 0) return kNobody;
-  if (count == 1) return first;
+__device__ __forceinline__ u32 serve(const Domain& d, const Now& now, const Copies& c, u32 layer, u32 expert, u32 token) {
+  if (c.count <= 1) return c.count ? c.first : kNobody;
   const u32 point = split_point(token, d.me, layer, now.step);
-  if (count == 2) return point < upto ? first : second;
-  const u32 offset = d.maps[row * d.experts + expert].offset;
-  const ep::Replica* list = d.replicas + row * d.ranks * d.slots + offset;
-  for (u32 i = 0; i < count; ++i) {
+  if (c.count == 2) return point < c.upto ? c.first : c.second;
+  const u64 row = u64(now.bank) * d.layers + layer;
+  const ep::Replica* list = d.replicas + row * d.ranks * d.slots + d.lists[row * d.experts + expert];
+  for (u32 i = 0; i < c.count; ++i) {
     const ep::Replica r = list[i];
     if (point < r.upto) return u32(r.rank) << 16 | r.slot;
   }

@@ -118,9 +118,11 @@ struct Waiter {
 __device__ __forceinline__ u64 tag_of(u64 v) { return v; }
 __device__ __forceinline__ u64 tag_of(const TaggedWord& v) { return v.tag; }
 
-// Polls until the flag carries `want` (true, with what it vouches for) or the step is torn (false).
-template <class T>
-__device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 want, u32 source, u32 phase, u32 exchange, T* got) {
+// Polls until the flag carries `want` (true, with what it vouches for) or the step is torn (false). `meanwhile` is called
+// before each look: loads that it issues are on their way together with the flag's.
+template <class T, class F>
+__device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 want, u32 source, u32 phase, u32 exchange, T* got, F meanwhile) {
+  meanwhile();
   T v = load_acquire(flag);
   if (tag_of(v) == want) {
     *got = v;
@@ -128,6 +130,7 @@ __device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 wan
   }
   Waiter waiter{d, phase, exchange, source};
   for (u32 polls = 1;; ++polls) {
+    meanwhile();
     v = load_acquire(flag);
     if (tag_of(v) == want) break;
 #if EPC_FAULT_CHECKS
@@ -142,9 +145,15 @@ __device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 wan
     }
 #endif
   }
+#if EPC_FAULT_CHECKS
   waiter.done();
+#endif
   *got = v;
   return true;
+}
+template <class T>
+__device__ __forceinline__ bool wait_for(const Domain& d, const T* flag, u64 want, u32 source, u32 phase, u32 exchange, T* got) {
+  return wait_for(d, flag, want, source, phase, exchange, got, [] {});
 }
 
 }  // namespace epc

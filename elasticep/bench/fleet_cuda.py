@@ -39,6 +39,7 @@ class FleetSpec:
         plan: how rows move.
         exchange_timeout_ms: a wait this long tears the step.
         step_timeout_ms: a barrier this long gives up.
+        ranks_on_device: ranks that run on a GPU at the same time; 0 means all that are there.
     """
 
     geometry: bytes
@@ -48,6 +49,7 @@ class FleetSpec:
     plan: native.Plan = native.Plan.AUTOMATIC
     exchange_timeout_ms: int = 10_000
     step_timeout_ms: int = 30_000
+    ranks_on_device: int = 0
 
     def shape(self) -> abi.Geometry:
         """The geometry as a structure."""
@@ -59,6 +61,8 @@ class FleetSpec:
 
     def sharing(self, process: int) -> int:
         """Ranks whose kernels share the GPU of `process`."""
+        if self.ranks_on_device:
+            return self.ranks_on_device
         device = self.devices[process]
         return sum(len(s) for s, d in zip(self.seats, self.devices, strict=True) if d == device)
 

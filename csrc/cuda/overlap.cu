@@ -1,0 +1,161 @@
+// Large batches in the expert kernel's layout. Some blocks keep the link busy, the others do the local work behind it:
+// rows are placed as their chunks arrive, outputs are summed chunk by chunk as they are pulled. The tails have come
+// before (NoRows), so every row's place is known when it lands. No block waits for another of its own grid.
+#include "expand.cuh"
+#include "pull.cuh"
+#include "push.cuh"
+
+namespace epc {
+
+namespace {
+
+constexpr u32 kThreads = 512;
+
+// The targets of a chunk's rows as they were noted when the tails were sent.
+__device__ __forceinline__ void recall_targets(const DispatchArgs& a, const Chunk& c, ChunkTargets& out) {
+  const Domain& d = a.domain;
+  const u32 lane = threadIdx.x % 32;
+  for (u32 i = threadIdx.x / 32; i < c.rows; i += blockDim.x / 32) {
+    const u32 served = lane < d.topk ? a.exchange.route[u64(c.row(i)) * d.topk + lane] : kNobody;
+    const Mask m = gather_mask(served, d.ranks);
+    if (lane == 0) out.mask[i] = m;
+  }
+}
+
+__device__ __forceinline__ void push_chunks(const PushArgs& p, const Now& now, u8* shared, ChunkTargets& targets) {
+  const DispatchArgs& a = p.dispatch;
+  BulkRows rows;
+  rows.attach(shared);
+  for (u32 index = blockIdx.x; index < a.exchange.gpu.chunks; index += p.pushers) {
+    const Chunk c = chunk_of(index, a.exchange.gpu.chunks, a.tokens);
+    recall_targets(a, c, targets);
+    __syncthreads();
+    if (threadIdx.x < kBulkWarps * 32) rows.push(a, c, targets);
+    __syncthreads();
+    announce(a, now, c, targets, a.exchange.gpu.arrival);
+    __syncthreads();
+  }
+}
+
+__device__ __forceinline__ void expand_chunks(const PushArgs& p, const Now& now, u32* offsets) {
+  const Domain& d = p.dispatch.domain;
+  const Exchange& x = p.dispatch.exchange;
+  u8* own = d.region(d.me);
+  const u32 rows = u32(x.at.source_rows), block = blockIdx.x - p.pushers, blocks = gridDim.x - p.pushers;
+  const u32 parts = (p.expand.row_bytes / 16 + kPartVectors - 1) / kPartVectors, warps = blockDim.x / 32;
+  run_offsets(d, x, offsets);
+  if (block == 0 && x.layout == EP_LAYOUT_CONTIGUOUS)
+    for (u32 run = threadIdx.x; run <= d.slots; run += blockDim.x) reinterpret_cast<int*>(own + x.at.slot_offsets)[run] = int(offsets[run]);
+  for (u32 chunk = block; chunk < x.gpu.chunks; chunk += blocks) {
+    bool ok = true;
+    if (threadIdx.x < now.members) {
+      TaggedWord got;
+      auto cell = reinterpret_cast<const TaggedWord*>(own + x.gpu.arrival) + u64(now.peer) * x.gpu.chunks + chunk;
+      ok = wait_for(d, cell, now.tag, now.peer, kPhaseDispatch, x.index, &got);
+    }
+    if (__syncthreads_or(!ok)) return;
+    const u32 per = (rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
+    for (u32 item = threadIdx.x / 32; item < d.ranks * per * parts; item += warps) {
+      const u32 part = item % parts, i = item / parts % per, source = item / parts / per;
+      copy_part(p.expand, u64(source) * rows + chunk + u64(i) * x.gpu.chunks, part, offsets);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) push_and_expand_kernel(const __grid_constant__ PushArgs p) {
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ ChunkTargets targets;
+  BulkRows::begin(p.dispatch, shared);
+  wait_for_previous_kernel();
+  const Now now = read_now(p.dispatch.domain, p.dispatch.exchange);
+  if (__syncthreads_or(now.torn)) return;
+  if (blockIdx.x < p.pushers)
+    push_chunks(p, now, shared, targets);
+  else
+    expand_chunks(p, now, reinterpret_cast<u32*>(shared + kBulkBarrierBytes));
+  let_next_kernel_start();
+}
+
+// Sums this rank's outputs of every chunk, other ranks' rows first, and tells their homes.
+template <class Element>
+__device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now) {
+  const Domain& d = p.combine.domain;
+  const Exchange& x = p.combine.exchange;
+  const u32 block = blockIdx.x - p.pullers, blocks = gridDim.x - p.pullers, warps = blockDim.x / 32;
+  const u32 parts = (u32(x.at.y_row_bytes / 16) + kReduceVectors - 1) / kReduceVectors;
+  for (u32 chunk = block; chunk < x.gpu.chunks; chunk += blocks) {
+    const u32 per = (x.cap - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
+    for (u32 item = threadIdx.x / 32; item < d.ranks * per * parts; item += warps) {
+      const u32 part = item % parts, i = item / parts % per, source = (d.me + 1 + item / parts / per) % d.ranks;
+      if (d.state->mask[source / 32] >> (source % 32) & 1)
+        reduce_part<Element>(p.expand, source * x.cap + chunk + i * x.gpu.chunks, part * kReduceVectors);
+    }
+    __syncthreads();
+    if (threadIdx.x < now.members) {
+      fence_system();
+      store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * x.gpu.chunks + chunk, now.tag);
+    }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void pull_chunks(const PullArgs& p, const Now& now, u8* shared, Owed& owed) {
+  const CombineArgs& a = p.combine;
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  BulkPull<Element> rows;
+  rows.attach(shared);
+  for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += p.pullers) {
+    const u32 n = a.tokens > chunk ? (a.tokens - chunk + x.gpu.chunks - 1) / x.gpu.chunks : 0;
+    list_owed(a, chunk, n, x.gpu.chunks, owed, true);
+    bool ok = true;
+    if (threadIdx.x < now.members) {
+      u64 got;
+      auto flag = reinterpret_cast<const u64*>(d.region(d.me) + x.gpu.reduced) + u64(now.peer) * x.gpu.chunks + chunk;
+      ok = wait_for(d, flag, now.tag, now.peer, kPhaseCombine, x.index, &got);
+    }
+    if (__syncthreads_or(!ok)) return;
+    fence_bulk();
+    if (threadIdx.x < kBulkWarps * 32) rows.pull(a, chunk, n, x.gpu.chunks, 0, owed);
+    __syncthreads();
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads, 1) reduce_and_pull_kernel(const __grid_constant__ PullArgs p) {
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ Owed owed;
+  BulkPull<Element>::begin(shared);
+  wait_for_previous_kernel();
+  const Now now = read_now(p.combine.domain, p.combine.exchange);
+  count_exchange(p.combine, now);
+  if (__syncthreads_or(now.torn)) return;
+  if (blockIdx.x < p.pullers)
+    pull_chunks<Element>(p, now, shared, owed);
+  else
+    reduce_chunks<Element>(p, now);
+  let_next_kernel_start();
+}
+
+}  // namespace
+
+cudaError_t load_overlap() {
+  return first_of({load(push_and_expand_kernel, kPushShared), load(reduce_and_pull_kernel<Fp32>, kPullShared),
+                   load(reduce_and_pull_kernel<Fp16>, kPullShared), load(reduce_and_pull_kernel<Bf16>, kPullShared)});
+}
+
+cudaError_t launch_push_and_expand(const PushArgs& a, const Shape& shape, cudaStream_t stream) {
+  return launch(push_and_expand_kernel, a, {shape.grid, kThreads, kPushShared, shape.early}, stream);
+}
+
+cudaError_t launch_reduce_and_pull(const PullArgs& a, const Shape& shape, cudaStream_t stream) {
+  const Shape s{shape.grid, kThreads, kPullShared, shape.early};
+  switch (a.combine.exchange.combine_dtype) {
+    case EP_FP32: return launch(reduce_and_pull_kernel<Fp32>, a, s, stream);
+    case EP_FP16: return launch(reduce_and_pull_kernel<Fp16>, a, s, stream);
+    case EP_BF16: return launch(reduce_and_pull_kernel<Bf16>, a, s, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace epc
