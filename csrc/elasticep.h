@@ -40,11 +40,20 @@ enum ep_row_layout { EP_LAYOUT_ARRIVAL = 0, EP_LAYOUT_CONTIGUOUS = 1, EP_LAYOUT_
 enum ep_dtype { EP_FP32 = 0, EP_FP16 = 1, EP_BF16 = 2, EP_FP8 = 3, EP_MXFP8 = 4, EP_NVFP4 = 5 };
 enum ep_reduce { EP_REDUCE_PER_RANK = 0, EP_REDUCE_PER_EXPERT = 1 };
 enum ep_launch { EP_LAUNCH_SERVICE = 1, EP_LAUNCH_INLINE = 2 };
+/* How the scales of contiguous and masked rows are handed to the expert kernel. Columns and packed are [columns][lead]
+ * of 4-byte words, word (c, r) belonging to row r; lead is a multiple of 4 words (16 bytes); masked: one such block per slot. */
+enum ep_scale_layout {
+  EP_SCALES_ROWS = 0,    /* as on the wire: [rows][scales of a row] */
+  EP_SCALES_COLUMNS = 1, /* fp8: fp32, column-major */
+  EP_SCALES_PACKED = 2   /* fp8, mxfp8: four UE8M0 bytes in an int32, column-major; fp8 scales are powers of two then */
+};
 
 typedef struct ep_exchange_config {
   uint32_t copies, layout, dispatch_dtype, combine_dtype, reduce, cpu_sync, max_tokens, channels;
   uint32_t masked_room; /* rows per slot in the masked layout, 0 = max_ranks * max_tokens */
-  uint32_t reserved[7];
+  uint32_t replicated;  /* 1: every rank brings the same tokens; nothing is sent, every rank gets every sum */
+  uint32_t scale_layout;
+  uint32_t reserved[5];
 } ep_exchange_config;
 
 typedef struct ep_geometry {
@@ -64,7 +73,7 @@ typedef struct ep_layout_info {
 
 EP_API uint32_t ep_abi_version(void);
 EP_API const char* ep_last_error(void);
-/* name: "geometry", "view", "status", "message", "event", "received", "step_info", "timeouts". 0 if unknown. */
+/* name: "geometry", "view", "status", "message", "event", "received", "step_info", "timeouts", "rows". 0 if unknown. */
 EP_API uint64_t ep_struct_size(const char* name);
 
 /* ---- layout and memory (daemon, tests) ---------------------------------------------------------------------- */
@@ -179,17 +188,23 @@ typedef struct ep_step_info {
 
 /* What dispatch delivered; pointers lie in the region and stay valid until the next dispatch on this channel returns. */
 typedef struct ep_received {
-  void* rows;            /* routed/arrival: [max_ranks * cap, hidden] of the dispatch dtype */
+  void* rows;            /* [rows_count, hidden] of the dispatch dtype; masked: [slots, room, hidden] */
   void* scales;          /* or NULL */
-  int32_t* ids;          /* [max_ranks * cap, topk] local slot, -1 = none or absent row */
-  float* weights;        /* [max_ranks * cap, topk] */
+  int32_t* ids;          /* [id_rows, topk] local slot, -1 = none or absent row */
+  float* weights;        /* [id_rows, topk] */
   int32_t* slot_counts;  /* [slots] rows per local slot */
-  int32_t* slot_offsets; /* contiguous: [slots + 1], else NULL */
-  void* out;             /* where the expert kernel writes: [rows, hidden] or per_expert [rows, topk, hidden] */
-  uint64_t rows_count;   /* rows of room */
+  int32_t* slot_offsets; /* contiguous: [slots + 1] first row of each slot, else NULL */
+  void* out;             /* where the expert kernel writes: [rows, hidden]; arrival and routed with per_expert [rows, topk, hidden] */
+  uint64_t rows_count;   /* rows of room; exact with cpu_sync */
   uint64_t arrived;      /* rows that arrived */
-  uint32_t out_dtype, row_dtype;
+  uint32_t out_dtype, row_dtype; /* out: the combine dtype, bf16 where that is fp8 */
   uint32_t tokens[EP_MAX_RANKS]; /* per source */
+  uint64_t id_rows;      /* rows of ids and weights: rows_count; contiguous and masked: rows as sent, max_ranks * source rows */
+  int32_t* places;       /* contiguous, masked: [id_rows, topk] row of each pair, -1 = none; else NULL */
+  int32_t* row_slots;    /* contiguous: [rows_count] local slot of each row, -1 = padding; else NULL */
+  uint64_t scale_lead;   /* columns, packed: words from one column to the next */
+  uint32_t scale_columns, pad;
+  float global_scale[EP_MAX_RANKS]; /* nvfp4, per source: value = element * scale of its block * this */
 } ep_received;
 
 EP_API int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, ep_session** out);
@@ -215,6 +230,16 @@ EP_API int ep_step_tear(ep_session* session);
  * weights f32. lost: [tokens] u8 out, 1 = needed a lost expert; may be NULL. EP_ETORN: step torn, nothing delivered. */
 EP_API int ep_dispatch_send(ep_session* session, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x,
                             uint32_t x_dtype, const void* ids, uint32_t ids_bytes, const float* weights, uint32_t tokens);
+/* Rows as an engine has them: full (fp32, fp16, bf16; scales NULL), or in the exchange's quantised dispatch dtype with
+ * their scales, which are carried as they are. */
+typedef struct ep_rows {
+  const void* x;      /* [tokens][row bytes] */
+  const void* scales; /* [tokens][scale bytes]: fp8 fp32 per 128, mxfp8 UE8M0 per 32, nvfp4 e4m3 per 16 elements */
+  uint32_t x_dtype;
+  float global_scale; /* nvfp4: value = element * scale * global_scale; 0 = 1. The same on all ranks if the kernel takes one. */
+} ep_rows;
+EP_API int ep_dispatch_send_rows(ep_session* session, uint32_t exchange, uint32_t channel, uint32_t layer, const ep_rows* rows,
+                                 const void* ids, uint32_t ids_bytes, const float* weights, uint32_t tokens);
 EP_API int ep_dispatch_recv(ep_session* session, uint32_t exchange, uint32_t channel, ep_received* out, uint8_t* lost);
 /* send + recv with one doorbell */
 EP_API int ep_dispatch(ep_session* session, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype,
@@ -222,6 +247,17 @@ EP_API int ep_dispatch(ep_session* session, uint32_t exchange, uint32_t channel,
 EP_API int ep_combine_send(ep_session* session, uint32_t exchange, uint32_t channel);
 EP_API int ep_combine_recv(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
 EP_API int ep_combine(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
+
+/* ---- quantised rows ------------------------------------------------------------------------------------------- */
+/* Vector code of this host: 0 portable, 1 AVX2, 2 AVX-512. Exchanges use the highest; all give the same bits. */
+EP_API uint32_t ep_vector_level(void);
+/* x [rows][hidden] of x_dtype (fp32, fp16, bf16) to `dtype` (fp8, mxfp8, nvfp4), as dispatch does it. powers 1: fp8 scales
+ * are rounded up to powers of two. EP_EINVAL: hidden, dtype or level cannot be used. */
+EP_API int ep_quantise(uint32_t level, uint32_t dtype, uint32_t powers, const void* x, uint32_t x_dtype, uint64_t rows, uint64_t hidden,
+                       float global_scale, void* out, void* scales);
+/* And back, to fp32. */
+EP_API int ep_dequantise(uint32_t level, uint32_t dtype, const void* x, const void* scales, uint64_t rows, uint64_t hidden,
+                         float global_scale, float* out);
 
 #ifdef __cplusplus
 }

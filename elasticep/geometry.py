@@ -7,11 +7,12 @@ This module imports neither torch nor grpc.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from elasticep.errors import CapExceeded, GeometryError
-from elasticep.spec import Copies, ExchangeSpec, Layout, Reduce
+from elasticep.spec import Copies, ExchangeSpec, Layout, Reduce, ScaleLayout
 
 MAX_LAYERS: Final = 4096
 MAX_EXPERTS: Final = 65_535
@@ -146,6 +147,23 @@ def decode_rows(requests: int, draft_tokens: int = 1) -> int:
     return requests * draft_tokens
 
 
+def batch_slice(tokens: int, rank: int, members: Sequence[int]) -> slice:
+    """The part of a batch that `rank` brings to an exchange when every member holds all of it.
+
+    Under tensor-parallel attention a batch is on every rank. Instead of exchanging nothing and
+    summing on all ranks (`replicated_input`), each member may bring its own slice and keep its own
+    results. Slices are consecutive in the order of `members`, disjoint, cover the batch and differ
+    by at most one token.
+
+    Raises `GeometryError` when `rank` is not among `members`.
+    """
+    order = sorted(members)
+    if rank not in order:
+        raise GeometryError(f"rank {rank} is not among the members {order}; pass the view's")
+    place = order.index(rank)
+    return slice(tokens * place // len(order), tokens * (place + 1) // len(order))
+
+
 # ---- rows of room and buffers
 
 
@@ -212,10 +230,13 @@ def buffers(
 ) -> Buffers:
     """What an exchange reserves on each rank of a group with `ranks` seats (default: max_ranks).
 
-    With n = G * source rows, k entries of routing per row and room = `rows_of_room`:
-    received: n * (row + 2 * 8k), once as sent and once checked. expanded: room * row + n * 4k.
+    With n = G * source rows (with replicated input just the source rows), k entries of routing per
+    row and room = `rows_of_room`: received: n * (row + 2 * 8k), once as sent and once checked.
+    expanded: room * row + n * 4k, and 4 per row for the labels of the contiguous layout.
     outputs: room * output row, or n * k of them where routed and arrival rows are returned per
-    expert; a layout by expert that is reduced per rank has G * cap more, for the sums.
+    expert; a layout by expert that is reduced per rank has G * cap more, for the sums. Where
+    outputs travel quantised, what the kernel writes is bf16: room * 2 * hidden in addition, or
+    instead where only the sums travel.
     staging: cap * (8k + 1), and with `service` two tensors of cap * hidden floats.
     A spec with a prefill part is the sum of its parts.
     """
@@ -235,23 +256,46 @@ def _part_buffers(
 ) -> Buffers:
     topk, cap, slots = geometry.topk, spec.max_tokens, geometry.slots_per_rank
     row = spec.dispatch_dtype.row_bytes(geometry.hidden)
-    output_row = spec.combine_dtype.row_bytes(geometry.hidden)
     per_source = source_rows(spec, geometry)
-    received = ranks * per_source
-    room = rows_of_room(spec, geometry, ranks)
-    expanded = room * row + received * topk * _INDEX_BYTES
-    per_expert = spec.reduce is Reduce.PER_EXPERT
-    written = room if spec.by_expert else received * (topk if per_expert else 1)
-    sums = ranks * cap if spec.by_expert and not per_expert else 0
+    received = (1 if spec.replicated_input else ranks) * per_source
     bitmap = -(-per_source // 64) * 8
     staged = cap * (_ROUTE_BYTES * topk + 1) + (2 * cap * geometry.hidden * 4 if service else 0)
     return Buffers(
         received=spec.channels * received * (row + 2 * _ROUTE_BYTES * topk),
-        expanded=spec.channels * expanded if spec.by_expert or spec.cpu_sync else 0,
-        outputs=spec.channels * (written + sums) * output_row,
+        expanded=spec.channels * _expanded_bytes(spec, geometry, ranks),
+        outputs=spec.channels * _output_bytes(spec, geometry, ranks, received),
         flags=spec.channels * (ranks * (bitmap + 2 * _FLAG_BYTES) + (2 * slots + 1) * _INDEX_BYTES),
         staging=spec.channels * staged,
     )
+
+
+def _expanded_bytes(spec: ExchangeSpec, geometry: GroupGeometry, ranks: int) -> int:
+    if not (spec.by_expert or spec.cpu_sync):
+        return 0
+    room = rows_of_room(spec, geometry, ranks)
+    wire, hidden = spec.dispatch_dtype, geometry.hidden
+    scales = wire.row_bytes(hidden) - wire.row_format.payload_bytes(hidden)
+    scale_bytes = room * scales
+    if spec.scale_layout is not ScaleLayout.ROWS:
+        blocks = hidden // wire.row_format.block
+        columns = blocks if spec.scale_layout is ScaleLayout.COLUMNS else -(-blocks // 4)
+        runs = geometry.slots_per_rank if spec.layout is Layout.MASKED else 1
+        scale_bytes = runs * columns * _up(room // runs, 4) * 4
+    labels = room * _INDEX_BYTES if spec.layout is Layout.CONTIGUOUS else 0
+    places = ranks * source_rows(spec, geometry) * geometry.topk * _INDEX_BYTES
+    return room * wire.row_format.payload_bytes(hidden) + scale_bytes + labels + places
+
+
+def _output_bytes(spec: ExchangeSpec, geometry: GroupGeometry, ranks: int, received: int) -> int:
+    travelling = spec.combine_dtype.row_bytes(geometry.hidden)
+    per_expert = spec.reduce is Reduce.PER_EXPERT
+    room = rows_of_room(spec, geometry, ranks)
+    written = room if spec.by_expert else received * (geometry.topk if per_expert else 1)
+    summed = spec.by_expert and not per_expert
+    sums = ranks * spec.max_tokens * travelling if summed else 0
+    if not spec.combine_dtype.quantised:
+        return written * travelling + sums
+    return written * 2 * geometry.hidden + (sums if summed else written * travelling)
 
 
 # ---- SMs

@@ -33,6 +33,7 @@ __all__ = [
     "Layout",
     "Reduce",
     "RowFormat",
+    "ScaleLayout",
     "WireDtype",
 ]
 
@@ -84,6 +85,18 @@ class Reduce(StrEnum):
     same bits whichever replica computed a row, so tokens do not change across a failover."""
 
 
+class ScaleLayout(StrEnum):
+    """How the scales of quantised rows are handed to the expert kernel."""
+
+    ROWS = "rows"
+    """As on the wire: the scales of a row next to each other."""
+    COLUMNS = "columns"
+    """fp8: fp32, column-major, each column on a 16-byte boundary (DeepGEMM's fp32 layout)."""
+    PACKED = "packed"
+    """fp8, mxfp8: four UE8M0 bytes in an int32, column-major, each column on a 16-byte boundary.
+    Scales of fp8 rows are then rounded up to powers of two when the rows are quantised."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSpec:
     """One way of exchanging rows, checked when it is made.
@@ -107,6 +120,7 @@ class ExchangeSpec:
         masked_room: rows of each expert's block in the masked layout; None means the worst case,
             max_ranks x max_tokens. Less saves memory, but more rows than that for one expert in
             one step are an error.
+        scale_layout: how the expert kernel gets the scales of quantised rows.
         num_sms: SMs that the kernels may take on a GPU; None means the formula,
             `elasticep.geometry.sm_count`.
         replicated_input: every rank holds every token already (tensor-parallel attention):
@@ -124,6 +138,7 @@ class ExchangeSpec:
     max_tokens: int = DEFAULT_DECODE_TOKENS
     channels: int = 1
     masked_room: int | None = None
+    scale_layout: ScaleLayout = ScaleLayout.ROWS
     num_sms: int | None = None
     replicated_input: bool = False
     prefill: Self | None = None
@@ -183,6 +198,7 @@ class ExchangeSpec:
                 f"masked_room={self.masked_room} has no meaning with {layout}; leave it out, or "
                 "use layout='masked'"
             )
+        yield from self._scale_refusals()
         if self.replicated_input and not everywhere:
             yield (
                 f"replicated_input with copies={self.copies.value!r}: every rank has every token "
@@ -195,6 +211,27 @@ class ExchangeSpec:
             )
         if self.prefill is not None:
             yield from self._prefill_refusals(self.prefill)
+
+    def _scale_refusals(self) -> Iterator[str]:
+        if self.scale_layout is ScaleLayout.ROWS:
+            return
+        name, wire = f"scale_layout={self.scale_layout.value!r}", self.dispatch_dtype
+        formats = {
+            ScaleLayout.COLUMNS: (WireDtype.FP8,),
+            ScaleLayout.PACKED: (WireDtype.FP8, WireDtype.MXFP8),
+        }[self.scale_layout]
+        if wire not in formats:
+            yield (
+                f"{name} with dispatch_dtype={wire.value!r}: that layout is for "
+                + " and ".join(dtype.value for dtype in formats)
+                + " rows; leave it out"
+            )
+        if not self.by_expert:
+            yield (
+                f"{name} with layout={self.layout.value!r}: it is what grouped matrix products "
+                "read, which want rows by expert; use layout='contiguous' or 'masked', or leave "
+                "it out"
+            )
 
     def _prefill_refusals(self, part: Self) -> Iterator[str]:
         if part.prefill is not None:
@@ -325,6 +362,7 @@ _ENUM_FIELDS: Final[Mapping[str, type[StrEnum]]] = {
     "dispatch_dtype": WireDtype,
     "combine_dtype": WireDtype,
     "reduce": Reduce,
+    "scale_layout": ScaleLayout,
 }
 
 _PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -39,6 +39,7 @@ enum Op : u32 {
 struct alignas(64) Command {
   Atomic<u64> posted;
   u32 op, exchange, layer, tokens, x_dtype, out_dtype, timeout_ms, sequence;
+  float global_scale;
   alignas(64) Atomic<u64> done;
   int32_t status;
   u32 complete;

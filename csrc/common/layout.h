@@ -42,6 +42,11 @@ struct ChannelLayout {
   u64 source_rows;    // C, or C * K
   u64 row_bytes, scale_bytes, bitmap_words, expanded_rows, y_rows, y_row_bytes;
   u64 end;
+  u64 sources;        // R; with replicated input 1: there are only own rows, and every [R] above but bitmap and flags is [1]
+  u64 row_slots;      // own [expanded_rows] int32        contiguous: slot of each row, -1 = padding
+  u64 y_full;         // own [y_rows][H] bf16             where the kernel writes when y is quantised before it is ready
+  u64 room;           // masked: rows per slot
+  u64 scale_lead, scale_columns;  // scale layouts other than rows: words per column, columns
 };
 
 struct Layout {
@@ -68,6 +73,7 @@ struct alignas(64) Flag {
 struct alignas(64) Arrival {
   u64 tag;
   u32 tokens, layer;
+  float global_scale;  // nvfp4
 };
 
 // step | epoch | number of the exchange in the step | index of the exchange in the group's config.
@@ -89,6 +95,8 @@ enum LeaveWhy : u8 { kLeaveTorn = 1, kLeaveExpelled = 2, kLeaveDoomed = 3 };
 u32 element_bytes(u32 dtype);
 u64 row_payload_bytes(u32 dtype, u64 hidden);
 u64 row_scale_bytes(u32 dtype, u64 hidden);
+// Elements that share a scale, 0 for full formats.
+u32 block_of(u32 dtype);
 
 // Refuses geometries whose numbers cannot work; the sentence is in ep_last_error(). 0 or EP_EINVAL.
 int check_geometry(const ep_geometry& geometry);

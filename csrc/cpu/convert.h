@@ -4,11 +4,18 @@
 
 namespace ep {
 
-// dst[i] = float(src[i])
+// dst[i] = float(src[i]), of fp32, fp16 or bf16
 void to_float(float* dst, const void* src, u32 src_dtype, u64 n);
-// dst[i] = round(src[i])
+// dst[i] = round(src[i]), to fp32, fp16 or bf16
 void from_float(void* dst, u32 dst_dtype, const float* src, u64 n);
-// acc[i] += weight * float(src[i]); with weight 1 a plain sum. The product is rounded before the sum (no fused multiply-add).
-void accumulate(float* acc, const void* src, u32 src_dtype, float weight, u64 n);
+
+// One addend of a sum of rows. Rows of fp8 have their scales behind them.
+struct Addend {
+  const u8* row;
+  float weight;
+};
+// out = sum of weight * float(row), in order, in fp32: every product and every sum is rounded (no fused multiply-add).
+// With weight 1 a plain sum; without addends zeros. out is fp32, fp16 or bf16.
+void sum_rows(void* out, u32 out_dtype, const Addend* addends, u32 count, u32 dtype, u64 n);
 
 }  // namespace ep

@@ -4,7 +4,6 @@
 
 #include "common/errors.h"
 #include "common/sys.h"
-#include "convert.h"
 #include "runner.h"
 
 namespace ep {
@@ -14,8 +13,6 @@ namespace {
 constexpr u64 kLook = 5'000'000;  // how long to sleep before looking at dead, fenced and leave words unasked
 
 std::atomic<u64>& word(u64& w) { return *reinterpret_cast<std::atomic<u64>*>(&w); }
-
-bool bit(const u64* bits, u32 i) { return bits[i / 64] >> (i % 64) & 1; }
 
 }  // namespace
 
@@ -95,89 +92,6 @@ int Runner::wait_flags(const Wait& w) {
   }
 }
 
-// Step 1: logical experts to copies, by the bank of this step's view.
-int Runner::route(const Dispatch& d, Flight& f) {
-  const u64 pairs = u64(d.tokens) * g_.topk;
-  f.routes.resize(pairs);
-  f.weights.assign(d.weights, d.weights + pairs);
-  f.owed.assign(u64(d.tokens) * 2, 0);
-  for (u64 i = 0; i < pairs; ++i)
-    if (d.ids[i] < -1 || d.ids[i] >= int32_t(g_.experts))
-      return fail(EP_EINVAL, "token %llu names expert %d; ids must be -1 (none) or 0..%u", (unsigned long long)(i / g_.topk), d.ids[i], g_.experts - 1);
-  std::lock_guard<std::mutex> guard(load_mutex_);
-  load_touched_[d.layer] = 1;
-  u32* load = load_.data() + u64(d.layer) * g_.experts;
-  for (u32 t = 0; t < d.tokens; ++t) {
-    const u32 point = split_point(t, me_, d.layer, step_);
-    u8 lost = 0;
-    for (u32 k = 0; k < g_.topk; ++k) {
-      const u64 i = u64(t) * g_.topk + k;
-      f.routes[i] = {-1, -1};
-      if (d.ids[i] < 0) continue;
-      ++load[d.ids[i]];
-      const Replica* r = choose_replica(view_->tables, g_, d.layer, u32(d.ids[i]), point);
-      if (!r) {
-        lost = 1;
-        continue;
-      }
-      f.routes[i] = {r->rank, r->slot};
-      f.owed[u64(t) * 2 + r->rank / 64] |= 1ull << (r->rank % 64);
-    }
-    if (d.lost) d.lost[t] = lost;
-    if (lost && !g_.serve_lost) return fail(EP_ELOST, "token %u needs an expert of layer %u that no member holds", t, d.layer);
-  }
-  return 0;
-}
-
-void Runner::convert_rows(const Dispatch& d, Flight& f) {
-  const auto& x = g_.exchange[d.exchange];
-  const u64 elements = u64(d.tokens) * g_.hidden;
-  f.wire.resize(elements * element_bytes(x.dispatch_dtype));
-  std::vector<float> row(g_.hidden);
-  const u64 in_bytes = u64(g_.hidden) * element_bytes(d.x_dtype), out_bytes = row_payload_bytes(x.dispatch_dtype, g_.hidden);
-  for (u32 t = 0; t < d.tokens; ++t) {
-    to_float(row.data(), static_cast<const u8*>(d.x) + t * in_bytes, d.x_dtype, g_.hidden);
-    from_float(f.wire.data() + t * out_bytes, x.dispatch_dtype, row.data(), g_.hidden);
-  }
-}
-
-// Step 2, for one reader: rows with their tails, then the bitmap, then the flag.
-void Runner::push(u32 to, const Dispatch& d, const Flight& f) {
-  const auto& x = g_.exchange[d.exchange];
-  const ChannelLayout& l = layout_.channel[d.exchange][d.channel];
-  const u64 k = g_.topk;
-  u8* data = data_of(to);
-  u8* rows = data + l.rows + u64(me_) * l.source_rows * l.row_bytes;
-  auto slots = reinterpret_cast<int32_t*>(data + l.tail_slots) + u64(me_) * l.source_rows * k;
-  auto weights = reinterpret_cast<float*>(data + l.tail_weights) + u64(me_) * l.source_rows * k;
-  u64* bits = reinterpret_cast<u64*>(data + l.bitmap) + me_ * l.bitmap_words;
-  const u8* from = x.dispatch_dtype == d.x_dtype ? static_cast<const u8*>(d.x) : f.wire.data();
-  u64 pending = 0;
-  failpoint(*own_.header, EP_FAIL_ROWS);
-  for (u32 t = 0; t < d.tokens; ++t) {
-    const bool goes = x.copies == EP_COPIES_ALL || (f.owed[u64(t) * 2 + to / 64] >> (to % 64) & 1);
-    if (goes) {
-      pending |= 1ull << (t % 64);
-      memcpy(rows + t * l.row_bytes, from + t * l.row_bytes, l.row_bytes);
-      for (u64 i = 0; i < k; ++i) {
-        const Route& r = f.routes[t * k + i];
-        slots[t * k + i] = r.rank == int32_t(to) ? r.slot : -1;
-        weights[t * k + i] = f.weights[t * k + i];
-      }
-    }
-    if (t % 64 == 63 || t + 1 == d.tokens) {
-      failpoint(*own_.header, EP_FAIL_BITMAP);
-      bits[t / 64] = pending;
-      pending = 0;
-    }
-  }
-  auto& arrival = reinterpret_cast<Arrival*>(data + l.arrival)[me_];
-  arrival.tokens = d.tokens;
-  arrival.layer = d.layer;
-  failpoint(*own_.header, EP_FAIL_FLAG);
-  word(arrival.tag).store(f.tag, std::memory_order_seq_cst);
-}
-
 // True when `to` has the flag of every member, so that mine was the last it waits for.
 static bool all_there(const u8* flags, u64 stride, u64 tag, const u32* members, u32 ranks, u32 to) {
   for (u32 m = 0; m < ranks; ++m)
@@ -200,13 +114,13 @@ int Runner::dispatch_send(const Dispatch& d) {
   f.layer = d.layer;
   f.tokens = d.tokens;
   f.tag = make_tag(step_, view_->epoch, d.sequence, d.exchange);
-  if (x.dispatch_dtype != d.x_dtype) convert_rows(d, f);
+  x.replicated ? keep_rows(d, f) : push_rows(d, f);
   const ChannelLayout& l = layout_.channel[d.exchange][d.channel];
   const u32* members = view_->tables.head->incarnation;
   for (u32 n = 1; n <= g_.max_ranks; ++n) {
     const u32 to = (me_ + n) % g_.max_ranks;  // everyone starts with another reader
     if (!members[to]) continue;
-    push(to, d, f);
+    announce(to, d, f);
     if (to != me_ && all_there(data_of(to) + l.arrival, sizeof(Arrival), f.tag, members, g_.max_ranks, to)) ring_peer(*view_, to, d.channel);
   }
   f.phase = Flight::kSent;
@@ -219,51 +133,9 @@ int Runner::dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_t
   if (torn_.load()) return torn_status();
   Flight& f = flights_[channel];
   if (f.phase != Flight::kSent || f.exchange != exchange) return fail(EP_EUSAGE, "dispatch_recv without its dispatch_send on channel %u", channel);
-  const ChannelLayout& l = layout_.channel[exchange][channel];
-  const auto& x = g_.exchange[exchange];
-  u8* data = own_.data;
-  auto arrivals = reinterpret_cast<Arrival*>(data + l.arrival);
-  if (int bad = wait_flags({channel, exchange, 2, f.tag, data + l.arrival, sizeof(Arrival)})) return bad;
-
-  const u32 k = g_.topk;
-  const u32* members = view_->tables.head->incarnation;
-  auto ids = reinterpret_cast<int32_t*>(data + l.recv_ids);
-  auto weights = reinterpret_cast<float*>(data + l.recv_weights);
-  auto counts = reinterpret_cast<int32_t*>(data + l.slot_counts);
-  memset(counts, 0, g_.slots * 4);
-  *arrived = 0;
-  auto& filled = filled_[exchange][channel];
-  for (u32 source = 0; source < g_.max_ranks; ++source) {
-    u32 tokens = 0;
-    const u64 at = u64(source) * l.source_rows;
-    if (members[source]) {
-      tokens = arrivals[source].tokens;
-      if (tokens > x.max_tokens || arrivals[source].layer != f.layer) {
-        char text[128];
-        snprintf(text, sizeof text, "rank %u is at layer %u with %u tokens, this rank at layer %u", source, arrivals[source].layer, tokens, f.layer);
-        tear(text);
-        return torn_status();
-      }
-      const u64* bits = reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words;
-      auto tail_slots = reinterpret_cast<int32_t*>(data + l.tail_slots) + at * k;
-      auto tail_weights = reinterpret_cast<float*>(data + l.tail_weights) + at * k;
-      for (u32 t = 0; t < tokens; ++t) {
-        const bool came = bit(bits, t);
-        *arrived += came;
-        for (u32 i = 0; i < k; ++i) {
-          int32_t slot = came ? tail_slots[t * k + i] : -1;
-          if (slot < 0 || slot >= int32_t(g_.slots)) slot = -1;  // in a step about to tear it may be anything
-          else ++counts[slot];
-          ids[(at + t) * k + i] = slot;
-          weights[(at + t) * k + i] = slot < 0 ? 0.0f : tail_weights[t * k + i];
-        }
-      }
-    }
-    const u32 stale = filled[source] < l.source_rows ? filled[source] : u32(l.source_rows);
-    for (u64 i = (at + tokens) * k; i < (at + stale) * k; ++i) ids[i] = -1, weights[i] = 0.0f;
-    filled[source] = tokens;
-    source_tokens[source] = tokens;
-  }
+  u8* arrivals = own_.data + layout_.channel[exchange][channel].arrival;
+  if (int bad = wait_flags({channel, exchange, 2, f.tag, arrivals, sizeof(Arrival)})) return bad;
+  if (int bad = take_rows(f, channel, arrived, source_tokens)) return bad;
   f.phase = Flight::kReceived;
   failpoint(*own_.header, EP_FAIL_RECEIVED);
   return 0;
@@ -276,6 +148,7 @@ int Runner::combine_send(u32 exchange, u32 channel) {
   if (f.phase != Flight::kReceived || f.exchange != exchange) return fail(EP_EUSAGE, "combine without its dispatch on channel %u", channel);
   const ChannelLayout& l = layout_.channel[exchange][channel];
   const u32* members = view_->tables.head->incarnation;
+  finish_outputs(f, channel);
   for (u32 n = 1; n < g_.max_ranks; ++n) {
     const u32 to = (me_ + n) % g_.max_ranks;
     if (!members[to]) continue;
@@ -295,31 +168,9 @@ int Runner::combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype) {
   Flight& f = flights_[channel];
   if (f.phase != Flight::kReady || f.exchange != exchange) return fail(EP_EUSAGE, "combine_recv without its combine_send on channel %u", channel);
   const ChannelLayout& l = layout_.channel[exchange][channel];
-  const auto& x = g_.exchange[exchange];
   if (int bad = wait_flags({channel, exchange, 3, f.tag, own_.data + l.ready, sizeof(Flag)})) return bad;
 
-  const u64 hidden = g_.hidden, k = g_.topk, cap = x.max_tokens, out_bytes = hidden * element_bytes(out_dtype);
-  std::vector<float> sum(hidden);
-  for (u32 t = 0; t < f.tokens; ++t) {
-    failpoint(*own_.header, EP_FAIL_PULL);
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    if (x.reduce == EP_REDUCE_PER_EXPERT) {
-      for (u64 i = 0; i < k; ++i) {
-        const Route& r = f.routes[t * k + i];
-        if (r.rank < 0) continue;
-        const u8* y = data_of(u32(r.rank)) + l.y + ((me_ * cap + t) * k + i) * l.y_row_bytes;
-        accumulate(sum.data(), y, x.combine_dtype, f.weights[t * k + i], hidden);
-      }
-    } else {
-      for (u32 half = 0; half < 2; ++half)
-        for (u64 owed = f.owed[u64(t) * 2 + half]; owed; owed &= owed - 1) {
-          const u32 r = half * 64 + u32(__builtin_ctzll(owed));
-          const u8* y = data_of(r) + l.y + (me_ * cap + t) * l.y_row_bytes;
-          accumulate(sum.data(), y, x.combine_dtype, 1.0f, hidden);
-        }
-    }
-    from_float(static_cast<u8*>(out) + t * out_bytes, out_dtype, sum.data(), hidden);
-  }
+  if (int bad = sum_outputs(f, channel, out, out_dtype)) return bad;
   f.phase = Flight::kIdle;
   failpoint(*own_.header, EP_FAIL_PULLED);
   return 0;

@@ -12,6 +12,7 @@
 #include "common/barrier.h"
 #include "common/memory.h"
 #include "common/robust.h"
+#include "convert.h"
 
 namespace ep {
 
@@ -36,15 +37,27 @@ struct Route {
   int32_t slot;
 };
 
-// One exchange on its way through a channel.
+// One exchange on its way through a channel. All of its memory is there before the first one.
 struct Flight {
   enum Phase { kIdle, kSent, kReceived, kReady } phase = kIdle;
   u32 exchange = 0, layer = 0, tokens = 0;
   u64 tag = 0;
-  std::vector<Route> routes;     // [tokens * topk]
-  std::vector<float> weights;    // [tokens * topk]
-  std::vector<u64> owed;         // [tokens][2] ranks that owe an output, as bits
-  std::vector<u8> wire;          // rows after conversion to the dispatch dtype
+  std::vector<Route> routes;   // [cap * topk]
+  std::vector<float> weights;  // [cap * topk]
+  std::vector<u64> owed;       // [cap][2] ranks that owe an output, as bits
+  std::vector<u64> bitmaps;    // [R][bitmap words] rows that go to each reader
+  std::vector<float> wide;     // [H] a row in fp32
+  std::vector<u8> wire;        // a row as it travels, and its scales
+};
+
+// What a channel's receiving side keeps from one dispatch to the next.
+struct Landing {
+  std::vector<u32> filled;     // [R] rows of recv_ids that may name a slot
+  std::vector<int32_t> tally;  // [1 + S] rows per slot; [0] takes what is for nobody here
+  std::vector<u32> next;       // [S] where a slot's next row goes
+  std::vector<u64> written;    // contiguous: rows that may not be zero, as bits
+  u64 labelled = 0;            // contiguous: rows of row_slots that may not be -1
+  u64 arrived = 0;
 };
 
 class Runner {
@@ -65,6 +78,8 @@ class Runner {
     const int32_t* ids;
     const float* weights;
     u8* lost;
+    const void* scales = nullptr;  // of rows that are quantised already
+    float global_scale = 1.0f;
   };
   int dispatch_send(const Dispatch& d);
   int dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_tokens);
@@ -100,9 +115,17 @@ class Runner {
   int expelled(const BarrierDecision& d);
 
   int wait_flags(const Wait& wait);
-  void convert_rows(const Dispatch& d, Flight& f);
+  // Step by step, one file each: route.cpp, push.cpp, receive.cpp, combine.cpp.
+  void prepare();
   int route(const Dispatch& d, Flight& f);
-  void push(u32 to, const Dispatch& d, const Flight& f);
+  void push_rows(const Dispatch& d, Flight& f);
+  void keep_rows(const Dispatch& d, Flight& f);
+  void announce(u32 to, const Dispatch& d, const Flight& f);
+  int take_rows(Flight& f, u32 channel, u64* arrived, u32* source_tokens);
+  void take_replicated(const Flight& f, const ChannelLayout& l, Landing& landing);
+  void finish_outputs(Flight& f, u32 channel);
+  u32 addends_of(const Flight& f, const ChannelLayout& l, u32 token, Addend* out) const;
+  int sum_outputs(const Flight& f, u32 channel, void* out, u32 out_dtype);
   int torn_status();
 
   ep_geometry g_{};
@@ -131,7 +154,7 @@ class Runner {
   std::string tear_reason_;
 
   Flight flights_[EP_MAX_CHANNELS];
-  std::vector<u32> filled_[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];  // per source: rows of recv_ids that may name a slot
+  Landing landings_[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];
   std::vector<u32> load_;          // [layers * experts] of the running step
   std::vector<u8> load_touched_;   // [layers]
   std::mutex load_mutex_;

@@ -28,8 +28,10 @@ int execute(Runner& r, u32 channel, Command& c) {
   const auto& l = r.layout().channel[c.exchange < EP_MAX_EXCHANGES ? c.exchange : 0][channel];
   u8* data = r.data();
   auto send = [&] {
+    // Scales of rows that are quantised already lie behind the rows.
+    const u8* scales = data + l.in_x + c.tokens * l.row_bytes;
     return r.dispatch_send({c.exchange, channel, c.layer, c.tokens, c.sequence, c.x_dtype, data + l.in_x,
-                            reinterpret_cast<int32_t*>(data + l.in_ids), reinterpret_cast<float*>(data + l.in_weights), data + l.in_lost});
+                            reinterpret_cast<int32_t*>(data + l.in_ids), reinterpret_cast<float*>(data + l.in_weights), data + l.in_lost, scales, c.global_scale});
   };
   switch (c.op) {
     case kOpBarrier: return r.barrier(c.tokens, u64(c.timeout_ms) * 1'000'000, &r.header().step_info);

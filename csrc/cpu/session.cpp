@@ -85,28 +85,43 @@ struct ep_session {
     return answer(channel, limit);
   }
 
-  int check_exchange(u32 exchange, u32 channel, u32 dtype) {
+  int check_exchange(u32 exchange, u32 channel, u32 dtype, bool sending = false) {
     if (int bad = check_fork()) return bad;
     if (exchange >= geometry.exchanges || channel >= geometry.exchange[exchange].channels)
       return fail(EP_EINVAL, "exchange %u channel %u does not exist; the group has %u exchanges", exchange, channel, geometry.exchanges);
-    if (dtype > EP_BF16) return fail(EP_EINVAL, "dtype %u cannot be used here; it must be fp32 (0), fp16 (1) or bf16 (2)", dtype);
+    if (dtype > EP_BF16 && !(sending && dtype == geometry.exchange[exchange].dispatch_dtype))
+      return fail(EP_EINVAL, "dtype %u cannot be used here; it must be fp32 (0), fp16 (1) or bf16 (2), or for rows that are quantised already the exchange's own", dtype);
     return in_step ? check_fenced() : fail(EP_EUSAGE, "exchange outside a step; open one with step_begin");
   }
 
+  // out->arrived is set.
   void fill_received(u32 exchange, u32 channel, ep_received* out) {
     const ChannelLayout& l = layout.channel[exchange][channel];
     const auto& x = geometry.exchange[exchange];
     u8* d = data();
-    out->rows = d + l.rows;
-    out->scales = l.scale_bytes ? d + l.scales : nullptr;
+    const bool by_expert = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, contiguous = x.layout == EP_LAYOUT_CONTIGUOUS;
+    const u64 sent = l.sources * l.source_rows;
+    out->rows = d + (l.expanded_rows ? l.expanded : l.rows);
+    out->scales = !l.scale_bytes ? nullptr : d + (l.expanded_rows ? l.expanded_scales : l.scales);
     out->ids = reinterpret_cast<int32_t*>(d + l.recv_ids);
     out->weights = reinterpret_cast<float*>(d + l.recv_weights);
     out->slot_counts = reinterpret_cast<int32_t*>(d + l.slot_counts);
-    out->slot_offsets = nullptr;
-    out->out = d + l.y;
-    out->rows_count = geometry.max_ranks * l.source_rows;
-    out->out_dtype = x.combine_dtype;
+    out->slot_offsets = contiguous ? reinterpret_cast<int32_t*>(d + l.slot_offsets) : nullptr;
+    out->row_slots = contiguous ? reinterpret_cast<int32_t*>(d + l.row_slots) : nullptr;
+    out->places = by_expert ? reinterpret_cast<int32_t*>(d + l.expanded_of) : nullptr;
+    const bool quantised = block_of(x.combine_dtype);
+    out->out = d + (quantised ? l.y_full : l.y);
+    out->out_dtype = quantised ? u32(EP_BF16) : x.combine_dtype;
     out->row_dtype = x.dispatch_dtype;
+    out->rows_count = l.expanded_rows ? l.expanded_rows : sent;
+    if (x.cpu_sync && contiguous) out->rows_count = u64(out->slot_offsets[geometry.slots]);
+    if (x.cpu_sync && !by_expert) out->rows_count = out->arrived;
+    out->id_rows = by_expert ? sent : out->rows_count;
+    out->scale_lead = l.scale_lead;
+    out->scale_columns = u32(l.scale_columns);
+    out->pad = 0;
+    auto arrivals = reinterpret_cast<const Arrival*>(d + l.arrival);
+    for (u32 r = 0; r < EP_MAX_RANKS; ++r) out->global_scale[r] = r < geometry.max_ranks ? arrivals[r].global_scale : 0.0f;
   }
 
   int take_ids(const void* from, u32 bytes, u64 n, int32_t* to) {
@@ -266,28 +281,50 @@ int ep_step_tear(ep_session* s) {
 
 namespace {
 
-int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, const void* x, u32 x_dtype, const void* ids, u32 ids_bytes,
-                  const float* weights, u32 tokens) {
-  if (int bad = s->check_exchange(exchange, channel, x_dtype)) return bad;
+// Rows that are quantised already: scales must be there and fit what the exchange hands on.
+int check_scales(ep_session* s, u32 exchange, const ep_rows& rows, u32 tokens) {
+  const auto& x = s->geometry.exchange[exchange];
+  if (!(rows.global_scale > 0 && rows.global_scale < 1e38f)) return fail(EP_EINVAL, "the global scale is %g; it must be above 0 and finite", double(rows.global_scale));
+  if (!block_of(rows.x_dtype) || !tokens) return 0;
+  if (!rows.scales) return fail(EP_EINVAL, "rows of dtype %u come without scales", rows.x_dtype);
+  if (x.scale_layout != EP_SCALES_PACKED || rows.x_dtype != EP_FP8) return 0;
+  const u64 blocks = s->geometry.hidden / 128;
+  for (u64 i = 0; i < tokens * blocks; ++i) {
+    u32 bits;
+    memcpy(&bits, static_cast<const u8*>(rows.scales) + i * 4, 4);
+    if (bits & 0x807fffff)
+      return fail(EP_EINVAL, "token %llu has a scale that is not a power of two, which packed UE8M0 scales need; use another scale layout or round scales up", (unsigned long long)(i / blocks));
+  }
+  return 0;
+}
+
+int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, ep_rows rows, const void* ids, u32 ids_bytes, const float* weights, u32 tokens) {
+  if (int bad = s->check_exchange(exchange, channel, rows.x_dtype, true)) return bad;
   const auto& spec = s->geometry.exchange[exchange];
   if (tokens > spec.max_tokens) return fail(EP_ECAP, "%u tokens are more than the cap of %u; raise max_tokens or split the batch", tokens, spec.max_tokens);
   if (layer >= s->geometry.layers) return fail(EP_EINVAL, "layer %u is not below %u", layer, s->geometry.layers);
   if (ids_bytes != 4 && ids_bytes != 8) return fail(EP_EINVAL, "ids have %u bytes each; they must be int32 or int64", ids_bytes);
   if (s->sequence >= kMaxSequence) return fail(EP_EUSAGE, "more than %llu exchanges in a step", (unsigned long long)kMaxSequence);
+  if (rows.global_scale == 0.0f) rows.global_scale = 1.0f;
+  if (int bad = check_scales(s, exchange, rows, tokens)) return bad;
   const ChannelLayout& l = s->layout.channel[exchange][channel];
   const u64 pairs = u64(tokens) * s->geometry.topk;
   u8* d = s->data();
   if (!s->runner) s->drain(channel);
   if (int bad = s->take_ids(ids, ids_bytes, pairs, reinterpret_cast<int32_t*>(d + l.in_ids))) return bad;
   if (s->runner)
-    return s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, x_dtype, x, reinterpret_cast<int32_t*>(d + l.in_ids), weights, d + l.in_lost});
-  memcpy(d + l.in_x, x, u64(tokens) * s->geometry.hidden * element_bytes(x_dtype));
+    return s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids), weights,
+                                     d + l.in_lost, rows.scales, rows.global_scale});
+  const u64 row_bytes = row_payload_bytes(rows.x_dtype, s->geometry.hidden);
+  memcpy(d + l.in_x, rows.x, tokens * row_bytes);
+  if (block_of(rows.x_dtype)) memcpy(d + l.in_x + tokens * row_bytes, rows.scales, tokens * l.scale_bytes);
   memcpy(d + l.in_weights, weights, pairs * 4);
   Command& c = s->header().command[channel];
   c.exchange = exchange;
   c.layer = layer;
   c.tokens = tokens;
-  c.x_dtype = x_dtype;
+  c.x_dtype = rows.x_dtype;
+  c.global_scale = rows.global_scale;
   c.sequence = s->sequence++;
   s->post(channel, op);
   return 0;
@@ -297,8 +334,8 @@ u64 exchange_limit(ep_session* s) { return 2 * s->header().timeouts.exchange_tim
 
 int finish_dispatch(ep_session* s, u32 exchange, u32 channel, ep_received* out, uint8_t* lost, u32 tokens) {
   const Command& c = s->header().command[channel];
-  s->fill_received(exchange, channel, out);
   out->arrived = c.arrived;
+  s->fill_received(exchange, channel, out);
   memcpy(out->tokens, c.source_tokens, sizeof out->tokens);
   if (lost) memcpy(lost, s->data() + s->layout.channel[exchange][channel].in_lost, tokens);
   return 0;
@@ -309,7 +346,12 @@ int finish_dispatch(ep_session* s, u32 exchange, u32 channel, ep_received* out, 
 int ep_dispatch_send(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype, const void* ids,
                      uint32_t ids_bytes, const float* weights, uint32_t tokens) {
   // The worker takes the inputs on its own time: the answer is read by dispatch_recv.
-  return send_dispatch(s, kOpDispatch, exchange, channel, layer, x, x_dtype, ids, ids_bytes, weights, tokens);
+  return send_dispatch(s, kOpDispatch, exchange, channel, layer, {x, nullptr, x_dtype, 1.0f}, ids, ids_bytes, weights, tokens);
+}
+
+int ep_dispatch_send_rows(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const ep_rows* rows, const void* ids, uint32_t ids_bytes,
+                          const float* weights, uint32_t tokens) {
+  return send_dispatch(s, kOpDispatch, exchange, channel, layer, *rows, ids, ids_bytes, weights, tokens);
 }
 
 int ep_dispatch_recv(ep_session* s, uint32_t exchange, uint32_t channel, ep_received* out, uint8_t* lost) {
@@ -371,7 +413,7 @@ uint64_t ep_struct_size(const char* name) {
     uint64_t size;
   } sizes[] = {{"geometry", sizeof(ep_geometry)}, {"view", sizeof(ep_view)},         {"status", sizeof(ep_status)},
                {"message", sizeof(ep_message)},   {"event", sizeof(ep_event)},       {"received", sizeof(ep_received)},
-               {"step_info", sizeof(ep_step_info)}, {"timeouts", sizeof(ep_timeouts)}};
+               {"step_info", sizeof(ep_step_info)}, {"timeouts", sizeof(ep_timeouts)}, {"rows", sizeof(ep_rows)}};
   for (auto& s : sizes)
     if (!strcmp(name, s.name)) return s.size;
   return 0;

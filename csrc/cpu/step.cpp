@@ -36,8 +36,7 @@ int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int hea
   cells_.resize(g_.max_ranks);
   load_.resize(u64(g_.layers) * g_.experts);
   load_touched_.resize(g_.layers);
-  for (auto& exchange : filled_)
-    for (auto& channel : exchange) channel.assign(g_.max_ranks, ~0u);
+  prepare();
   // Spinning pays only where a waiting rank does not keep another from running.
   spins_ = std::thread::hardware_concurrency() > g_.max_ranks * 2 ? 4000 : 0;
   return 0;

@@ -4,15 +4,13 @@ What `dispatch` returns are tensors over that memory, not copies. Everything tha
 in is checked before a byte is written, so a wrong call raises here and no rank sees garbage.
 """
 
-import ctypes
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 import torch
 
 from elasticep.client.handle import DispatchInput
+from elasticep.client.received import WIRE, Received, ReceivedTensors
 from elasticep.errors import (
     CapExceeded,
     ElasticEPError,
@@ -23,65 +21,18 @@ from elasticep.errors import (
 )
 from elasticep.group import LostExperts
 from elasticep.native import abi
-from elasticep.spec import ExchangeSpec, Layout, Reduce
-from elasticep.wire import WireDtype
+from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
     from elasticep.client.session import Session, Step
+
+__all__ = ["Exchange", "Received"]
 
 _CODES: Final = {
     torch.float32: abi.Dtype.FP32,
     torch.float16: abi.Dtype.FP16,
     torch.bfloat16: abi.Dtype.BF16,
 }
-_WIRE: Final = {
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP16: torch.float16,
-    WireDtype.BF16: torch.bfloat16,
-    WireDtype.FP8: torch.float8_e4m3fn,
-    WireDtype.MXFP8: torch.float8_e4m3fn,
-    WireDtype.NVFP4: torch.uint8,  # two e2m1 elements in a byte
-}
-_BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in _WIRE.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Received:
-    """What a dispatch delivered. The tensors lie in the rank's region: they are valid until the
-    next dispatch on the same channel returns, and never after the session is detached.
-
-    R: ranks of the group, C: the exchange's cap, K: top-k, H: hidden, S: slots per rank.
-
-    Attributes:
-        rows: `[R * C, H]` of the wire dtype; row `r * C + t` is token t of rank r. Rows that did
-            not come are undefined.
-        scales: scales of quantised rows, else None.
-        ids: int32 `[R * C, K]`: local slot of each of the row's choices, -1 = none here.
-        weights: float32 `[R * C, K]`.
-        counts: int32 `[S]`: rows per local slot.
-        offsets: contiguous layout: int32 `[S + 1]`, else None.
-        out: where the experts' outputs go: `[rows, H]`, or `[rows, K, H]` with
-            `reduce="per_expert"` in the routed and arrival layouts.
-        layout: how the rows are ordered.
-        layer: of the dispatch.
-        tokens: how many tokens each rank brought.
-        arrived: how many rows came.
-        token_ok: bool `[tokens]` of this rank's own tokens: False where a lost expert was needed.
-    """
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor
-    counts: torch.Tensor
-    offsets: torch.Tensor | None
-    out: torch.Tensor
-    layout: Layout
-    layer: int
-    channel: int
-    tokens: tuple[int, ...]
-    arrived: int
-    token_ok: torch.Tensor
 
 
 class _Flight:
@@ -123,7 +74,7 @@ class Exchange:
         self._serve_lost = session.config.lost_experts is LostExperts.SERVE
         self._flights: list[_Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]
-        self._tensors: dict[tuple[int | None, int], torch.Tensor] = {}
+        self._tensors = ReceivedTensors(name, spec, session.config.geometry)
 
     # ---- dispatch
 
@@ -307,7 +258,7 @@ class Exchange:
     ) -> DispatchInput:
         geometry = self._session.config.geometry
         wire = self.spec.dispatch_dtype
-        allowed = tuple(_CODES) if wire.quantised else (_WIRE[wire],)
+        allowed = tuple(_CODES) if wire.quantised else (WIRE[wire],)
         if x.dtype not in allowed:
             self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
         if ids.dtype not in (torch.int64, torch.int32):
@@ -365,64 +316,11 @@ class Exchange:
     # ---- tensors out
 
     def _received(self, flight: _Flight, channel: int, struct: abi.Received) -> Received:
-        geometry = self._session.config.geometry
-        rows, topk, hidden = int(struct.rows_count), geometry.topk, geometry.hidden
-        wire = self.spec.dispatch_dtype
-        by_choice = self.spec.reduce is Reduce.PER_EXPERT and not self.spec.by_expert
-        out_shape = (rows, topk, hidden) if by_choice else (rows, hidden)
-        row_elements = hidden // 2 if wire is WireDtype.NVFP4 else hidden
         if flight.lost is not None:
             flight.step._note_lost(flight.lost)
             token_ok = torch.from_numpy(flight.lost == 0)
         else:
             token_ok = torch.ones(flight.tokens, dtype=torch.bool)
-        slots = geometry.slots_per_rank
-        received = Received(
-            rows=self._at(struct.rows, (rows, row_elements), _BY_CODE[struct.row_dtype]),
-            scales=self._scales(struct, rows),
-            ids=self._at(_address(struct.ids), (rows, topk), torch.int32),
-            weights=self._at(_address(struct.weights), (rows, topk), torch.float32),
-            counts=self._at(_address(struct.slot_counts), (slots,), torch.int32),
-            offsets=self._at(_address(struct.slot_offsets), (slots + 1,), torch.int32)
-            if struct.slot_offsets
-            else None,
-            out=self._at(struct.out, out_shape, _BY_CODE[struct.out_dtype]),
-            layout=self.spec.layout,
-            layer=flight.layer,
-            channel=channel,
-            tokens=tuple(struct.tokens[: geometry.max_ranks]),
-            arrived=int(struct.arrived),
-            token_ok=token_ok,
-        )
-        flight.received = received
+        flight.received = self._tensors.received(struct, flight.layer, channel, token_ok)
         flight.phase = "received"
-        return received
-
-    def _scales(self, struct: abi.Received, rows: int) -> torch.Tensor | None:
-        if not struct.scales:
-            return None
-        row_format = self.spec.dispatch_dtype.row_format
-        per_row = math.ceil(self._session.config.geometry.hidden / row_format.block)
-        dtype = torch.float32 if row_format.scale_bytes == 4 else torch.uint8
-        return self._at(struct.scales, (rows, per_row), dtype)
-
-    def _at(self, address: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor over `address`; made once, since a region does not move."""
-        size = math.prod(shape) * dtype.itemsize
-        tensor = self._tensors.get((address, size))
-        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
-            if address is None:
-                raise UsageError(
-                    f"exchange {self.name!r}: the native core gave no address for a tensor of "
-                    f"{list(shape)}; this build does not do layout {self.spec.layout.value!r}"
-                )
-            memory = (ctypes.c_uint8 * size).from_address(address)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-            self._tensors[address, size] = tensor
-        return tensor
-
-
-def _address(
-    pointer: "ctypes._Pointer[ctypes.c_int32] | ctypes._Pointer[ctypes.c_float]",
-) -> int | None:
-    return ctypes.cast(pointer, ctypes.c_void_p).value
+        return flight.received

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import functools
 import os
-from ctypes import POINTER, Structure, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_uint32, c_uint64, c_void_p
 from typing import Any, Final
 
 from elasticep import errors
@@ -43,6 +43,8 @@ from elasticep.native.structs import (
     Reduce,
     Role,
     RowLayout,
+    Rows,
+    ScaleLayout,
     Status,
     StepInfo,
     Timeouts,
@@ -78,6 +80,8 @@ __all__ = [
     "Reduce",
     "Role",
     "RowLayout",
+    "Rows",
+    "ScaleLayout",
     "Status",
     "StepInfo",
     "Timeouts",
@@ -101,6 +105,7 @@ _SIZED: Final[dict[str, type[Structure]]] = {
     "received": Received,
     "step_info": StepInfo,
     "timeouts": Timeouts,
+    "rows": Rows,
 }
 
 _U64P: Final = POINTER(c_uint64)
@@ -151,11 +156,27 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_step_end": (c_int, (c_void_p, _U32P)),
     "ep_step_tear": (c_int, (c_void_p,)),
     "ep_dispatch_send": (c_int, _DISPATCH),
+    "ep_dispatch_send_rows": (
+        c_int,
+        (*(c_void_p, c_uint32, c_uint32, c_uint32, POINTER(Rows)), *_DISPATCH[6:]),
+    ),
     "ep_dispatch_recv": (c_int, (c_void_p, c_uint32, c_uint32, POINTER(Received), c_void_p)),
     "ep_dispatch": (c_int, (*_DISPATCH, POINTER(Received), c_void_p)),
     "ep_combine_send": (c_int, (c_void_p, c_uint32, c_uint32)),
     "ep_combine_recv": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
     "ep_combine": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
+    "ep_vector_level": (c_uint32, ()),
+    "ep_quantise": (
+        c_int,
+        (
+            *(c_uint32, c_uint32, c_uint32, c_void_p, c_uint32),
+            *(c_uint64, c_uint64, c_float, c_void_p, c_void_p),
+        ),
+    ),
+    "ep_dequantise": (
+        c_int,
+        (*(c_uint32, c_uint32, c_void_p, c_void_p), *(c_uint64, c_uint64, c_float, c_void_p)),
+    ),
 }
 
 _REBUILD: Final = "build it again with `make build`"

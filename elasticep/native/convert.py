@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from elasticep.errors import ConfigError, SpecError
+from elasticep.errors import ConfigError
 from elasticep.native import abi
 
 if TYPE_CHECKING:
@@ -35,13 +35,9 @@ def exchange_numbers(config: "GroupConfig") -> dict[str, tuple[int, ...]]:
 
 
 def geometry_struct(config: "GroupConfig") -> abi.Geometry:
-    """The group's sizes and exchanges as the native core reads them.
-
-    Raises:
-        SpecError: an exchange that the native core does not do.
-    """
+    """The group's sizes and exchanges as the native core reads them."""
     geometry = config.geometry
-    parts = [(name, part) for name, spec in config.exchanges for part in spec.parts()]
+    parts = [part for _, spec in config.exchanges for part in spec.parts()]
     struct = abi.Geometry(
         layers=geometry.layers,
         experts=geometry.experts,
@@ -53,17 +49,12 @@ def geometry_struct(config: "GroupConfig") -> abi.Geometry:
         launch=int(abi.Launch[config.launch.name]),
         serve_lost=int(config.lost_experts.value == "serve"),
     )
-    for number, (name, part) in enumerate(parts):
-        struct.exchange[number] = _exchange_struct(name, part)
+    for number, part in enumerate(parts):
+        struct.exchange[number] = _exchange_struct(part)
     return struct
 
 
-def _exchange_struct(name: str, spec: "ExchangeSpec") -> abi.ExchangeConfig:
-    if spec.replicated_input:
-        raise SpecError(
-            f"exchange {name!r} has replicated_input, which the native core does not do yet; "
-            "use the ALLGATHER preset without it"
-        )
+def _exchange_struct(spec: "ExchangeSpec") -> abi.ExchangeConfig:
     return abi.ExchangeConfig(
         copies=int(abi.Copies[spec.copies.name]),
         layout=int(abi.RowLayout[spec.layout.name]),
@@ -74,6 +65,8 @@ def _exchange_struct(name: str, spec: "ExchangeSpec") -> abi.ExchangeConfig:
         max_tokens=spec.max_tokens,
         channels=spec.channels,
         masked_room=spec.masked_room or 0,
+        replicated=int(spec.replicated_input),
+        scale_layout=int(abi.ScaleLayout[spec.scale_layout.name]),
     )
 
 

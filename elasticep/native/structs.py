@@ -76,6 +76,14 @@ class Reduce(enum.IntEnum):
     PER_EXPERT = 1
 
 
+class ScaleLayout(enum.IntEnum):
+    """`enum ep_scale_layout`."""
+
+    ROWS = 0
+    COLUMNS = 1
+    PACKED = 2
+
+
 class Launch(enum.IntEnum):
     """`enum ep_launch`; the numbers of the message `elasticep.v1.Launch`."""
 
@@ -172,7 +180,9 @@ class ExchangeConfig(Structure):
         ("max_tokens", c_uint32),
         ("channels", c_uint32),
         ("masked_room", c_uint32),
-        ("reserved", c_uint32 * 7),
+        ("replicated", c_uint32),
+        ("scale_layout", c_uint32),
+        ("reserved", c_uint32 * 5),
     )
 
 
@@ -312,4 +322,22 @@ class Received(Structure):
         ("out_dtype", c_uint32),
         ("row_dtype", c_uint32),
         ("tokens", c_uint32 * MAX_RANKS),
+        ("id_rows", c_uint64),
+        ("places", POINTER(c_int32)),
+        ("row_slots", POINTER(c_int32)),
+        ("scale_lead", c_uint64),
+        ("scale_columns", c_uint32),
+        ("pad", c_uint32),
+        ("global_scale", c_float * MAX_RANKS),
+    )
+
+
+class Rows(Structure):
+    """`ep_rows`: what an engine brings to a dispatch, full or quantised already."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("scales", c_void_p),
+        ("x_dtype", c_uint32),
+        ("global_scale", c_float),
     )

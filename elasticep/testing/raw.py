@@ -23,6 +23,12 @@ ROW_DTYPES: Final[dict[int, Any]] = {
 }
 
 
+def scale_bytes(dtype: int, hidden: int) -> int:
+    """Bytes of a row's scales on the wire."""
+    blocks = {abi.Dtype.FP8: hidden // 128 * 4, abi.Dtype.MXFP8: hidden // 32}
+    return blocks.get(abi.Dtype(dtype), hidden // 16 if dtype == abi.Dtype.NVFP4 else 0)
+
+
 class TornError(errors.ElasticEPError):
     """The running step is torn: end it and repeat it."""
 
@@ -53,12 +59,18 @@ class Delivered:
 
     Attributes:
         rows: [rows of room, row elements] in the dispatch dtype (bf16 and fp8 as unsigned ints).
-        ids: int32 [rows of room, topk], local slot or -1.
-        weights: float32 [rows of room, topk].
+            masked: slot s has its rows from s * room on.
+        ids: int32 [id rows, topk], local slot or -1; id rows are the rows above, or in the layouts
+            by expert the rows as sent.
+        weights: float32 [id rows, topk].
         counts: int32 [slots], rows per local slot.
         offsets: int32 [slots + 1] in the contiguous layout, else None.
-        scales: uint8 [rows of room, scale bytes] or None.
-        out: where expert outputs go, in the combine dtype.
+        places: int32 [id rows, topk], row of each pair in the layouts by expert, else None.
+        row_slots: int32 [rows of room] in the contiguous layout, -1 = padding, else None.
+        scales: uint8 [rows of room, scale bytes], or uint32 [runs, columns, lead] in the scale
+            layouts that are column-major, or None.
+        global_scale: float32 [max ranks], of nvfp4 rows by source.
+        out: where expert outputs go, in the combine dtype (bf16 where that is fp8).
         arrived: rows that arrived.
         tokens: per source rank, its tokens.
         lost: bool [tokens], True where this rank's own token needed a lost expert.
@@ -69,7 +81,10 @@ class Delivered:
     weights: npt.NDArray[np.float32]
     counts: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int32] | None
-    scales: npt.NDArray[np.uint8] | None
+    places: npt.NDArray[np.int32] | None
+    row_slots: npt.NDArray[np.int32] | None
+    scales: npt.NDArray[Any] | None
+    global_scale: npt.NDArray[np.float32]
     out: npt.NDArray[Any]
     arrived: int
     tokens: list[int]
@@ -183,6 +198,37 @@ class RawSession:
             "",
         )
 
+    def dispatch_send_rows(
+        self,
+        exchange: int,
+        layer: int,
+        rows: abi.Rows,
+        ids: npt.NDArray[Any],
+        weights: npt.NDArray[np.float32],
+        *,
+        channel: int = 0,
+    ) -> None:
+        """`dispatch_send` of rows that are quantised already, or with a global scale.
+
+        `rows` holds addresses; what they point to has been read when this returns.
+        """
+        ids, weights = np.ascontiguousarray(ids), np.ascontiguousarray(weights, np.float32)
+        self._lost = np.zeros(len(ids), np.uint8)
+        check(
+            self._api.ep_dispatch_send_rows(
+                self._handle,
+                exchange,
+                channel,
+                layer,
+                ctypes.byref(rows),
+                ids.ctypes.data,
+                ids.itemsize,
+                weights.ctypes.data,
+                len(ids),
+            ),
+            "",
+        )
+
     def dispatch_recv(self, exchange: int, *, channel: int = 0) -> Delivered:
         """Wait for the rows of every member."""
         got = abi.Received()
@@ -196,33 +242,42 @@ class RawSession:
 
     def _delivered(self, exchange: int, got: abi.Received) -> Delivered:
         g, spec = self.geometry, self.geometry.exchange[exchange]
-        room, slots = got.rows_count, g.slots
+        room, ids, slots = got.rows_count, got.id_rows, g.slots
         elements = g.hidden // 2 if got.row_dtype == abi.Dtype.NVFP4 else g.hidden
         routed = spec.layout in (abi.RowLayout.ROUTED, abi.RowLayout.ARRIVAL)
         per_pair = routed and spec.reduce == abi.Reduce.PER_EXPERT
         out_shape = (room, g.topk, g.hidden) if per_pair else (room, g.hidden)
 
-        def address(pointer: Any) -> int | None:
-            return ctypes.cast(pointer, ctypes.c_void_p).value
+        def table(pointer: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+            address = ctypes.cast(pointer, ctypes.c_void_p).value
+            return None if address is None else _view(address, shape, dtype)
 
-        scale_bytes = {
-            abi.Dtype.FP8: g.hidden // 128 * 4,
-            abi.Dtype.MXFP8: g.hidden // 32,
-            abi.Dtype.NVFP4: g.hidden // 16,
-        }.get(abi.Dtype(got.row_dtype), 0)
-        offsets = address(got.slot_offsets)
         return Delivered(
             rows=_view(got.rows, (room, elements), ROW_DTYPES[got.row_dtype]),
-            ids=_view(address(got.ids), (room, g.topk), np.int32),
-            weights=_view(address(got.weights), (room, g.topk), np.float32),
-            counts=_view(address(got.slot_counts), (slots,), np.int32),
-            offsets=None if offsets is None else _view(offsets, (slots + 1,), np.int32),
-            scales=_view(got.scales, (room, scale_bytes), np.uint8) if scale_bytes else None,
+            ids=table(got.ids, (ids, g.topk), np.int32),
+            weights=table(got.weights, (ids, g.topk), np.float32),
+            counts=table(got.slot_counts, (slots,), np.int32),
+            offsets=table(got.slot_offsets, (slots + 1,), np.int32),
+            places=table(got.places, (ids, g.topk), np.int32),
+            row_slots=table(got.row_slots, (room,), np.int32),
+            scales=self._scales(exchange, got),
+            global_scale=np.array(got.global_scale[: g.max_ranks], np.float32),
             out=_view(got.out, out_shape, ROW_DTYPES[got.out_dtype]),
             arrived=got.arrived,
             tokens=list(got.tokens[: g.max_ranks]),
             lost=self._lost.astype(bool),
         )
+
+    def _scales(self, exchange: int, got: abi.Received) -> npt.NDArray[Any] | None:
+        if not got.scales:
+            return None
+        g = self.geometry
+        if got.scale_lead:
+            masked = g.exchange[exchange].layout == abi.RowLayout.MASKED
+            shape = (g.slots if masked else 1, got.scale_columns, got.scale_lead)
+            return _view(got.scales, shape, np.uint32)
+        width = scale_bytes(got.row_dtype, g.hidden)
+        return _view(got.scales, (got.rows_count, width), np.uint8)
 
     def dispatch(
         self,

@@ -124,7 +124,7 @@ class DoubleHandle:
         out.ids = self.ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         out.weights = self.weights.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         out.slot_counts = self.counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        out.rows_count, out.arrived = RANKS * CAP, 2
+        out.rows_count, out.id_rows, out.arrived = RANKS * CAP, RANKS * CAP, 2
         out.row_dtype = out.out_dtype = abi.Dtype.FP32
 
     def dispatch(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticep import errors
-from elasticep.errors import ConfigError, NativeError, SpecError
+from elasticep.errors import ConfigError, NativeError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch, LostExperts
 from elasticep.native import abi, convert
@@ -28,12 +28,14 @@ STRUCTS = {
     "ep_message": abi.Message,
     "ep_step_info": abi.StepInfo,
     "ep_received": abi.Received,
+    "ep_rows": abi.Rows,
 }
 SCALARS = {
     "uint32_t": ctypes.c_uint32,
     "int32_t": ctypes.c_int32,
     "uint64_t": ctypes.c_uint64,
     "char": ctypes.c_char,
+    "float": ctypes.c_float,
     "ep_exchange_config": abi.ExchangeConfig,
 }
 ENUMS: dict[str, type[enum.IntEnum]] = {
@@ -43,6 +45,7 @@ ENUMS: dict[str, type[enum.IntEnum]] = {
     "ep_dtype": abi.Dtype,
     "ep_reduce": abi.Reduce,
     "ep_launch": abi.Launch,
+    "ep_scale_layout": abi.ScaleLayout,
     "ep_event_kind": abi.EventKind,
     "ep_holder": abi.Holder,
     "ep_message_type": abi.MessageType,
@@ -97,7 +100,7 @@ def test_enums_have_the_numbers_of_the_header(name: str) -> None:
     assert body is not None
     theirs = constants(body.group(1))
     prefix = max((p for p in ("EP_", "EP_COPIES_", "EP_LAYOUT_", "EP_REDUCE_", "EP_LAUNCH_",
-                              "EP_EVENT_", "EP_HOLDER_", "EP_MSG_", "EP_ROLE_")
+                              "EP_EVENT_", "EP_HOLDER_", "EP_MSG_", "EP_ROLE_", "EP_SCALES_")
                   if all(n.startswith(p) for n in theirs)), key=len)  # fmt: skip
     assert {n.removeprefix(prefix): v for n, v in theirs.items()} == {
         member.name: member.value for member in ENUMS[name]
@@ -242,6 +245,7 @@ def test_every_spec_value_has_a_native_number() -> None:
         (spec.Layout, abi.RowLayout),
         (spec.WireDtype, abi.Dtype),
         (spec.Reduce, abi.Reduce),
+        (spec.ScaleLayout, abi.ScaleLayout),
         (Launch, abi.Launch),
     ):
         assert {member.name for member in theirs} == {member.name for member in ours}
@@ -263,10 +267,14 @@ def test_a_group_that_is_valid_fits_the_native_core() -> None:
         config(exchanges=tuple((f"x{i}", ROUTED) for i in range(abi.MAX_EXCHANGES + 1)))
 
 
-def test_an_exchange_beyond_the_native_core_is_refused() -> None:
-    replicated = (("x", ExchangeSpec.preset("ALLGATHER", replicated_input=True)),)
-    with pytest.raises(SpecError, match="replicated_input"):
-        convert.geometry_struct(config(exchanges=replicated))
+def test_replicated_input_and_scale_layouts_reach_the_native_core() -> None:
+    exchanges = (
+        ("all", ExchangeSpec.preset("ALLGATHER", replicated_input=True)),
+        ("packed", ExchangeSpec.preset("EXPAND", dispatch_dtype="mxfp8", scale_layout="packed")),
+    )
+    struct = convert.geometry_struct(config(exchanges=exchanges))
+    assert [struct.exchange[i].replicated for i in range(2)] == [1, 0]
+    assert [struct.exchange[i].scale_layout for i in range(2)] == [0, abi.ScaleLayout.PACKED]
 
 
 def test_timeouts_become_nanoseconds() -> None:

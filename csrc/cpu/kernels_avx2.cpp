@@ -1,0 +1,14 @@
+// Vector code for CPUs with AVX2. The headers come first: what they define stays portable.
+#include "kernels.h"
+
+#include <cstring>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#pragma GCC target("avx2")
+#define EP_KERNELS avx2
+#define EP_TABLE avx2_kernels
+#define EP_VECTOR __m256i
+#define EP_STREAM(to, value) _mm256_stream_si256(to, value)
+#include "kernels.inc"
+#endif

@@ -1,0 +1,16 @@
+// Vector code for any CPU.
+#include "kernels.h"
+
+#include <cstring>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define EP_KERNELS portable
+#define EP_TABLE portable_kernels
+#ifdef __SSE2__
+#define EP_VECTOR __m128i
+#define EP_STREAM(to, value) _mm_stream_si128(to, value)
+#endif
+#include "kernels.inc"

@@ -1,0 +1,117 @@
+// What came: ids and weights of every row, checked, and the rows in the order of the expert kernel.
+#include <cstdio>
+#include <cstring>
+
+#include "common/errors.h"
+#include "expand.h"
+#include "kernels.h"
+
+namespace ep {
+
+namespace {
+
+// Calls f(first, count, set) for runs of equal bits among the first n.
+template <class F>
+void each_run(const u64* bits, u64 n, F f) {
+  for (u64 at = 0; at < n;) {
+    const u64 in_word = at % 64, left = n - at < 64 - in_word ? n - at : 64 - in_word;
+    const u64 word = bits[at / 64] >> in_word;
+    const bool set = word & 1;
+    const u64 other = set ? ~word : word;
+    u64 run = other ? u64(__builtin_ctzll(other)) : 64;
+    if (run > left) run = left;
+    f(at, run, set);
+    at += run;
+  }
+}
+
+}  // namespace
+
+// Step 4. Everything in the sources' areas is checked: in a step that is about to tear it may be anything.
+int Runner::take_rows(Flight& f, u32 channel, u64* arrived, u32* source_tokens) {
+  const auto& x = g_.exchange[f.exchange];
+  const ChannelLayout& l = layout_.channel[f.exchange][channel];
+  Landing& landing = landings_[f.exchange][channel];
+  const u32* members = view_->tables.head->incarnation;
+  u8* data = own_.data;
+  auto arrivals = reinterpret_cast<Arrival*>(data + l.arrival);
+  char text[256];
+  for (u32 source = 0; source < g_.max_ranks; ++source) {
+    source_tokens[source] = members[source] ? arrivals[source].tokens : 0;
+    if (!members[source]) continue;
+    const bool differs = x.replicated && source_tokens[source] != f.tokens;
+    if (source_tokens[source] <= x.max_tokens && arrivals[source].layer == f.layer && !differs) continue;
+    snprintf(text, sizeof text, "rank %u is at layer %u with %u tokens, this rank at layer %u%s", source, arrivals[source].layer, source_tokens[source],
+             f.layer, differs ? " with another number of them, and input is replicated" : "");
+    tear(text);
+    return torn_status();
+  }
+  std::fill(landing.tally.begin(), landing.tally.end(), 0);
+  landing.arrived = 0;
+  const u64 k = g_.topk, per_token = x.copies == EP_COPIES_PER_EXPERT ? k : 1;
+  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, exact = !expands && l.expanded_rows;
+  if (x.replicated) {
+    take_replicated(f, l, landing);
+  } else {
+    auto ids = reinterpret_cast<int32_t*>(data + l.recv_ids), tail_slots = reinterpret_cast<int32_t*>(data + l.tail_slots);
+    auto weights = reinterpret_cast<float*>(data + l.recv_weights), tail_weights = reinterpret_cast<float*>(data + l.tail_weights);
+    u64 came = 0;
+    for (u32 source = 0; source < g_.max_ranks; ++source) {
+      const u64 at = u64(source) * l.source_rows, rows = source_tokens[source] * per_token;
+      each_run(reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words, rows, [&](u64 first, u64 count, bool set) {
+        const u64 from = (at + first) * k, to = exact ? came * k : from;
+        if (set) {
+          kernels.take_tails(ids + to, weights + to, tail_slots + from, tail_weights + from, count * k, g_.slots);
+          for (u64 i = to; i < to + count * k; ++i) ++landing.tally[1 + ids[i]];
+          came += count;
+        } else if (!exact) {
+          std::fill_n(ids + to, count * k, -1);
+          std::fill_n(weights + to, count * k, 0.0f);
+        }
+      });
+      if (exact) continue;
+      for (u64 i = (at + rows) * k; i < (at + landing.filled[source]) * k; ++i) ids[i] = -1, weights[i] = 0.0f;
+      landing.filled[source] = u32(rows);
+    }
+    *arrived = came;
+  }
+  memcpy(data + l.slot_counts, landing.tally.data() + 1, g_.slots * 4);
+  if (x.replicated) *arrived = landing.arrived;
+  if (!l.expanded_rows) return 0;
+
+  Expansion expansion(g_, x, l, data, landing);
+  const int full = expands ? expansion.plan() : -1;
+  if (full >= 0) {
+    const int32_t expert = view_->tables.slots[(u64(f.layer) * g_.max_ranks + me_) * g_.slots + u32(full)];
+    snprintf(text, sizeof text, "expert %d (slot %d of rank %u, layer %u) gets %d rows, but masked_room is %llu; raise masked_room or leave it out", expert,
+             full, me_, f.layer, landing.tally[1 + full], (unsigned long long)l.room);
+    tear(text);
+    return fail(EP_ECAP, "step %llu is torn: %s", (unsigned long long)step_, text);
+  }
+  for (u32 source = 0; source < g_.max_ranks; ++source) {
+    const u64 at = u64(source) * l.source_rows;
+    each_run(reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words, source_tokens[source] * per_token, [&](u64 first, u64 count, bool set) {
+      for (u64 row = at + first; set && row < at + first + count; ++row) expands ? expansion.take(row) : expansion.append(row);
+    });
+  }
+  expansion.finish();
+  return 0;
+}
+
+// Replicated input: every pair whose copy is here.
+void Runner::take_replicated(const Flight& f, const ChannelLayout& l, Landing& landing) {
+  auto ids = reinterpret_cast<int32_t*>(own_.data + l.recv_ids);
+  auto weights = reinterpret_cast<float*>(own_.data + l.recv_weights);
+  const u64 pairs = u64(f.tokens) * g_.topk;
+  for (u64 i = 0; i < pairs; ++i) {
+    const bool here = f.routes[i].rank == int32_t(me_);
+    ids[i] = here ? f.routes[i].slot : -1;
+    weights[i] = here ? f.weights[i] : 0.0f;
+    ++landing.tally[1 + ids[i]];
+  }
+  for (u64 i = pairs; i < u64(landing.filled[0]) * g_.topk; ++i) ids[i] = -1, weights[i] = 0.0f;
+  landing.filled[0] = f.tokens;
+  landing.arrived = f.tokens;
+}
+
+}  // namespace ep

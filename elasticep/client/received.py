@@ -1,0 +1,158 @@
+"""What a dispatch delivers, as tensors over the region of this rank."""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Final, Union
+
+import torch
+
+from elasticep.errors import UsageError
+from elasticep.geometry import GroupGeometry
+from elasticep.native import abi
+from elasticep.spec import ExchangeSpec, Layout, Reduce, ScaleLayout
+from elasticep.wire import WireDtype
+
+WIRE: Final = {
+    WireDtype.FP32: torch.float32,
+    WireDtype.FP16: torch.float16,
+    WireDtype.BF16: torch.bfloat16,
+    WireDtype.FP8: torch.float8_e4m3fn,
+    WireDtype.MXFP8: torch.float8_e4m3fn,
+    WireDtype.NVFP4: torch.uint8,  # two e2m1 elements in a byte
+}
+"""Element types of rows on the wire."""
+
+_BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in WIRE.items()}
+_Pointer = Union["ctypes._Pointer[ctypes.c_int32]", "ctypes._Pointer[ctypes.c_float]"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """What a dispatch delivered. The tensors lie in the rank's region: they are valid until the
+    next dispatch on the same channel returns, and never after the session is detached.
+
+    R: ranks of the group, C: the exchange's cap, K: top-k, H: hidden, S: slots per rank. N, the
+    rows of room, is R * C in the routed layout, in the others what `geometry.rows_of_room` says;
+    with `cpu_sync` it is exactly what came.
+
+    Attributes:
+        rows: `[N, H]` of the wire dtype (nvfp4: `[N, H / 2]`); masked: `[S, room, H]`. Routed: row
+            `r * C + t` is token t of rank r. Contiguous: what pads a run is zero. Other rows that
+            did not come are undefined.
+        scales: scales of quantised rows, else None: `[N, H / block]`, float32 for fp8 and bytes for
+            the others (masked `[S, room, H / block]`); with another `scale_layout` a view of the
+            same shape (packed: int32, four to a word) whose memory is column-major.
+        ids: int32 `[M, K]`: local slot of each of a row's choices, -1 = none here. M is N, or in
+            the layouts by expert the rows as they were sent.
+        weights: float32 `[M, K]`.
+        counts: int32 `[S]`: rows per local slot.
+        offsets: contiguous layout: int32 `[S + 1]`, first row of each slot's run, else None.
+        places: layouts by expert: int32 `[M, K]`, the row of each pair, -1 = none, else None.
+        row_slots: contiguous layout: int32 `[N]`, local slot of each row, -1 = padding, else None.
+        global_scale: nvfp4: by source rank; value = element * scale * this.
+        out: where the experts' outputs go, of the combine dtype (bf16 where that is fp8): `[N, H]`
+            (masked `[S, room, H]`), or `[N, K, H]` with `reduce="per_expert"` in the routed and
+            arrival layouts.
+        layout: how the rows are ordered.
+        layer: of the dispatch.
+        tokens: how many tokens each rank brought.
+        arrived: how many rows came.
+        token_ok: bool `[tokens]` of this rank's own tokens: False where a lost expert was needed.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor | None
+    places: torch.Tensor | None
+    row_slots: torch.Tensor | None
+    global_scale: tuple[float, ...]
+    out: torch.Tensor
+    layout: Layout
+    layer: int
+    channel: int
+    tokens: tuple[int, ...]
+    arrived: int
+    token_ok: torch.Tensor
+
+
+class ReceivedTensors:
+    """Makes the tensors of one exchange, which stay: a region does not move, only sizes change."""
+
+    def __init__(self, name: str, spec: ExchangeSpec, geometry: GroupGeometry) -> None:
+        self._name = name
+        self._spec = spec
+        self._geometry = geometry
+        self._made: dict[int | None, torch.Tensor] = {}
+
+    def received(
+        self, struct: abi.Received, layer: int, channel: int, token_ok: torch.Tensor
+    ) -> Received:
+        """The tensors of what the native core has just delivered."""
+        geometry = self._geometry
+        rows, topk, hidden = int(struct.rows_count), geometry.topk, geometry.hidden
+        wire, slots = self._spec.dispatch_dtype, geometry.slots_per_rank
+        by_choice = self._spec.reduce is Reduce.PER_EXPERT and not self._spec.by_expert
+        row_elements = hidden // 2 if wire is WireDtype.NVFP4 else hidden
+        room = (slots, rows // slots) if self._spec.layout is Layout.MASKED else (rows,)
+        out_shape = (rows, topk, hidden) if by_choice else (*room, hidden)
+        pairs = (int(struct.id_rows), topk)
+
+        def ints(pointer: _Pointer, shape: tuple[int, ...]) -> torch.Tensor:
+            return self._at(_address(pointer), shape, torch.int32)
+
+        return Received(
+            rows=self._at(struct.rows, (*room, row_elements), _BY_CODE[struct.row_dtype]),
+            scales=self._scales(struct, room),
+            ids=ints(struct.ids, pairs),
+            weights=self._at(_address(struct.weights), pairs, torch.float32),
+            counts=ints(struct.slot_counts, (slots,)),
+            offsets=ints(struct.slot_offsets, (slots + 1,)) if struct.slot_offsets else None,
+            places=ints(struct.places, pairs) if struct.places else None,
+            row_slots=ints(struct.row_slots, (rows,)) if struct.row_slots else None,
+            global_scale=tuple(struct.global_scale[: geometry.max_ranks]),
+            out=self._at(struct.out, out_shape, _BY_CODE[struct.out_dtype]),
+            layout=self._spec.layout,
+            layer=layer,
+            channel=channel,
+            tokens=tuple(struct.tokens[: geometry.max_ranks]),
+            arrived=int(struct.arrived),
+            token_ok=token_ok,
+        )
+
+    def _scales(self, struct: abi.Received, room: tuple[int, ...]) -> torch.Tensor | None:
+        if not struct.scales:
+            return None
+        wire = self._spec.dispatch_dtype.row_format
+        dtype = torch.float32 if wire.scale_bytes == 4 else torch.uint8
+        if self._spec.scale_layout is ScaleLayout.ROWS:
+            per_row = self._geometry.hidden // wire.block
+            return self._at(struct.scales, (*room, per_row), dtype)
+        if self._spec.scale_layout is ScaleLayout.PACKED:
+            dtype = torch.int32
+        columns = (*room[:-1], int(struct.scale_columns), int(struct.scale_lead))
+        return self._at(struct.scales, columns, dtype).transpose(-1, -2)[..., : room[-1], :]
+
+    def _at(self, address: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor over `address`."""
+        size = math.prod(shape) * dtype.itemsize
+        if size == 0:  # nothing came, and the size is exact
+            return torch.empty(shape, dtype=dtype)
+        tensor = self._made.get(address)
+        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+            if address is None:
+                raise UsageError(
+                    f"exchange {self._name!r}: the native core gave no address for a tensor of "
+                    f"{list(shape)}; this build does not do layout {self._spec.layout.value!r}"
+                )
+            memory = (ctypes.c_uint8 * size).from_address(address)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+            self._made[address] = tensor
+        return tensor
+
+
+def _address(pointer: _Pointer) -> int | None:
+    return ctypes.cast(pointer, ctypes.c_void_p).value
