@@ -20,6 +20,7 @@ from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
 from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
+from elasticep.testing.etcd import find_etcd
 
 # Engines may be a few steps ahead of what was read; they must hear of the last step before it.
 _STOP_MARGIN_STEPS: Final = 8
@@ -84,8 +85,11 @@ class Demo:
 
     def _start(self) -> None:
         s = self._settings
+        find_etcd()  # a missing one is said before torch is loaded
         self._display.event(f"starting etcd, the controller and {s.nodes} node daemons")
         self._cluster.start()
+        # torch makes its folder when it is imported; with ours it goes, too.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._cluster.folder / "inductor"))
         # Loaded once, here: engines are forked from this process and start at once.
         preload()
         from elasticep.demo.model import build_model

@@ -109,7 +109,8 @@ class DemoSettings:
     @property
     def kill_at(self) -> int:
         """The step at which the kill happens."""
-        return self.longest_prompt + self.tokens // 2 if self.at is None else self.at
+        shortest = min(len(prompt) for prompt in self.prompts)
+        return shortest + self.tokens // 2 if self.at is None else self.at
 
     @property
     def victim(self) -> int:

@@ -195,8 +195,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object], mess
 
 
 def test_the_kill_falls_into_the_answers() -> None:
-    settings = DemoSettings(tokens=10)
-    assert settings.longest_prompt < settings.kill_at < settings.steps_needed
+    settings = DemoSettings(ranks=8, tokens=20)
+    assert all(
+        len(prompt) <= settings.kill_at < len(prompt) + settings.tokens - 1
+        for prompt in settings.prompts
+    )
 
 
 def test_prompts_are_different_sentences() -> None:

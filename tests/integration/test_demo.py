@@ -1,0 +1,200 @@
+"""The whole slice: `elasticep demo` with real processes and real kills, and nothing left behind."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(170)
+
+CLEANUP_S = 20.0
+KEYS = [
+    *("ranks", "nodes", "killed", "detect_ms", "recover_ms", "steps_repeated"),
+    *("tokens_total", "tokens_identical", "requests_lost", "epochs", "details"),
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The temporary directory of a run; it must be empty when the run is over."""
+    with tempfile.TemporaryDirectory(prefix="eep-test-") as name:
+        yield Path(name)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "elasticep.cli.main", "demo", *arguments]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(folder), **more}
+
+
+def users_of(folder: Path) -> list[str]:
+    """Processes whose environment or command line names the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes()
+            told = line + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(str(folder)) in told and int(process.name) != os.getpid():
+            found.append(f"{process.name}: {line.replace(bytes(1), b' ').decode()}")
+    return found
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What is left of a run, after a grace."""
+    end = time.monotonic() + CLEANUP_S
+    while True:
+        left = [*users_of(folder), *(str(path) for path in folder.iterdir())]
+        if not left or time.monotonic() > end:
+            return left
+        select.select([], [], [], 0.05)
+
+
+def run_demo(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command(*arguments, "--output", "json"),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=160,
+    )
+    assert done.returncode == 0, done.stderr
+    assert left_behind(folder) == []
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert list(report) == KEYS
+    assert report["tokens_identical"] is True
+    assert report["requests_lost"] == 0
+    assert report["details"]["replay_errors"] == 0
+    assert report["details"]["min_margin"] > 1e-4
+    return report
+
+
+@pytest.mark.parametrize(("kill", "ranks"), [("worker", 8), ("engine", 4)])
+def test_dead_rank_costs_no_request_and_changes_no_token(
+    folder: Path, kill: str, ranks: int
+) -> None:
+    report = run_demo(folder, "--ranks", str(ranks), "--kill", kill, "--tokens", "10")
+    assert (report["ranks"], report["nodes"], report["killed"]) == (ranks, 2, kill)
+    assert report["tokens_total"] == ranks * 3 * 10
+    assert report["epochs"] == [1, 2]
+    assert report["steps_repeated"] >= 1
+    assert report["details"]["requests_moved"] == 3
+    # Far below any time-out: it was noticed, not waited for.
+    assert 0 < report["detect_ms"] < 1000
+    assert report["detect_ms"] < report["recover_ms"] < 5000
+
+
+@pytest.mark.parametrize("kill", ["daemon", "controller"])
+def test_death_off_the_data_path_is_not_even_noticed(folder: Path, kill: str) -> None:
+    report = run_demo(folder, "--kill", kill, "--tokens", "10")
+    assert report["epochs"] == [1]
+    assert report["steps_repeated"] == 0
+    assert report["detect_ms"] is None
+    assert report["details"]["requests_moved"] == 0
+
+
+def test_one_rank_alone(folder: Path) -> None:
+    report = run_demo(folder, "--ranks", "1", "--kill", "none", "--tokens", "4")
+    assert report["recover_ms"] is None
+    assert report["tokens_total"] == 12
+
+
+@pytest.fixture
+def endless(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo in the middle of decoding, without an end in sight."""
+    demo = subprocess.Popen(
+        command("--kill", "none", "--tokens", "1000", "--output", "json"),
+        env=environment(folder),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stderr is not None
+    with demo.stderr:
+        try:
+            wait_for_line(demo.stderr, "members [0, 1, 2, 3]")
+            yield demo
+        finally:
+            demo.kill()
+            demo.wait()
+
+
+def wait_for_line(stream: IO[str], words: str) -> None:
+    seen = []
+    for line in stream:
+        seen.append(line)
+        if words in line:
+            return
+    pytest.fail(f"no line with {words!r} in:\n{''.join(seen)}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_demo_that_is_ended_leaves_nothing_behind(
+    folder: Path, endless: subprocess.Popen[str], number: int
+) -> None:
+    assert any("elasticep.runtime.worker" in user for user in users_of(folder))
+    endless.send_signal(number)
+    assert endless.wait(60) != 0
+    assert left_behind(folder) == []
+
+
+def test_supervisor_that_is_killed_ends_the_demo_and_leaves_nothing_behind(
+    folder: Path, endless: subprocess.Popen[str]
+) -> None:
+    supervisor = next(
+        int(user.split(":")[0]) for user in users_of(folder) if "testing.supervisor" in user
+    )
+    os.kill(supervisor, signal.SIGKILL)
+    assert endless.stderr is not None
+    wait_for_line(endless.stderr, "error: UNAVAILABLE: the supervisor of the local cluster ended")
+    assert endless.wait(60) == 1
+    assert left_behind(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("etcd", "message"),
+    [
+        ("/bin/false", "error: UNAVAILABLE: etcd of the local cluster ended"),
+        ("/no/such/etcd", "names '/no/such/etcd', which is no program"),
+    ],
+)
+def test_failed_start_says_why_and_leaves_nothing_behind(
+    folder: Path, etcd: str, message: str
+) -> None:
+    done = subprocess.run(
+        command("--output", "json"),
+        env=environment(folder, ELASTICEP_ETCD=etcd),
+        capture_output=True,
+        text=True,
+        timeout=160,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert left_behind(folder) == []
+
+
+def test_settings_that_cannot_work_are_one_line(folder: Path) -> None:
+    done = subprocess.run(
+        command("--ranks", "3", "--nodes", "4"),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: CONFIG_INVALID: --nodes is 4; use 1 to 3\n"
