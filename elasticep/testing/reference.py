@@ -80,7 +80,8 @@ def quantise(
         uint8 [rows, scale bytes].
     """
     rows, hidden = x.shape
-    blocks = x.reshape(rows, -1, BLOCK[abi.Dtype(dtype)])
+    block = BLOCK[abi.Dtype(dtype)]
+    blocks = x.reshape(rows, hidden // block, block)
     size = np.abs(blocks)
     most = np.where(np.isnan(size), np.float32(0), size).max(axis=2)
     with np.errstate(all="ignore"):
@@ -103,7 +104,7 @@ def quantise(
     codes = encode(scaled, E4M3, 0x80).reshape(rows, hidden)
     if dtype == abi.Dtype.MXFP8:
         return codes, (scale.view(np.uint32) >> 23).astype(np.uint8)
-    return codes, scale.view(np.uint8).reshape(rows, -1)
+    return codes, scale.view(np.uint8).reshape(rows, hidden // block * 4)
 
 
 def dequantise(dtype: int, elements: Bytes, scales: Bytes, *, global_scale: float = 1.0) -> Floats:
@@ -111,10 +112,11 @@ def dequantise(dtype: int, elements: Bytes, scales: Bytes, *, global_scale: floa
     rows = len(elements)
     if dtype == abi.Dtype.NVFP4:
         both = np.stack([elements & 15, elements >> 4], axis=2)
-        blocks = decode(both.reshape(rows, -1), E2M1, 8).reshape(rows, -1, 16)
+        blocks = decode(both, E2M1, 8).reshape(rows, scales.shape[1], 16)
         scale = decode(scales, E4M3, 0x80) * np.float32(global_scale)
     else:
-        blocks = decode(elements, E4M3, 0x80).reshape(rows, -1, BLOCK[abi.Dtype(dtype)])
+        block = BLOCK[abi.Dtype(dtype)]
+        blocks = decode(elements, E4M3, 0x80).reshape(rows, elements.shape[1] // block, block)
         if dtype == abi.Dtype.FP8:
             scale = np.ascontiguousarray(scales).view(np.float32)
         else:
@@ -123,7 +125,7 @@ def dequantise(dtype: int, elements: Bytes, scales: Bytes, *, global_scale: floa
             scale = np.where(exponent == 255, np.float32(np.nan), scale)
     with np.errstate(all="ignore"):  # NaN is meant, and what rounds beyond fp32
         product: Floats = (blocks * scale[:, :, None]).astype(np.float32)
-    return product.reshape(rows, -1)
+    return product.reshape(rows, product.shape[1] * product.shape[2])
 
 
 # ---- routing

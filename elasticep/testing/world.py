@@ -1,7 +1,7 @@
 """All ranks of a group in one test, an engine thread each, and what their exchanges must give."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -119,8 +119,9 @@ class World:
         self.close()
 
     def each(self, call: Callable[[int, RawSession], T]) -> dict[int, T]:
-        """`call(rank, session)` on every rank at once; the first error is raised."""
+        """`call(rank, session)` on every rank at once; raises the first error when all are done."""
         calls = {r: self._threads.submit(call, r, s) for r, s in self.sessions.items()}
+        wait(calls.values())
         return {rank: future.result() for rank, future in calls.items()}
 
     def restage(self, placement: tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]) -> None:
