@@ -62,7 +62,7 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
   Shape s{};
   s.early = c.early;
   if (payload == Payload::kBulk) {
-    s.threads = kBulkWarps * 32;
+    s.threads = 512;
     s.shared = kPushShared;
   } else if (payload == Payload::kRaw) {
     s.threads = threads_for(u32(x.at.row_bytes / 16), 1024);
@@ -161,13 +161,15 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
     shape.shared = kPullShared;
     shape.grid = tokens < budget ? tokens : budget;
   } else {
-    u32 parts = tokens ? budget / tokens : 1;
+    const u32 blocks_wanted = c->config.pinned_plan == 1 ? budget : budget * (c->early ? 2 : 1);
+    u32 parts = tokens ? blocks_wanted / tokens : 1;
     parts = parts < 1 ? 1 : parts;
     const u32 most = vectors / 128 ? vectors / 128 : 1;
     a.parts = parts < most ? parts : most;
     shape.threads = threads_for((vectors + a.parts - 1) / a.parts, 1024);
     const u32 blocks = tokens * a.parts;
-    shape.grid = blocks < budget ? blocks : budget / a.parts * a.parts;
+    const u32 most_blocks = shape.threads <= 512 ? blocks_wanted : budget;  // two small blocks share an SM
+    shape.grid = blocks < most_blocks ? blocks : most_blocks / a.parts * a.parts;
   }
   if (!shape.grid) shape.grid = a.parts;
   if (!(half & kReceive)) shape = {1, 128, 0, c->early};

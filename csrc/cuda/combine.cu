@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Pull::kMaxThreads, Pull::kMinBlocks) combine_k
     if (waited || !lookup) list_owed(a, first, n, stride, owed, true);
     if (!waited) {
       if (!wait_ready(a, now)) return;
-      fence_bulk();
+      if constexpr (Pull::kBulk) fence_bulk();
       waited = true;
       if (lookup) list_owed(a, first, n, stride, owed, true);
     }

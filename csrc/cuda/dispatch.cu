@@ -33,7 +33,8 @@ __device__ __forceinline__ void route_chunk(const DispatchArgs& a, const Now& no
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
   for (u32 i = threadIdx.x / 32; i < c.rows; i += warps) {
     const u32 row = c.row(i), token = row / x.rows_per_token, only = row % x.rows_per_token;
-    if (i >= warps) ahead = read_routing(a, row);
+    Ahead next{-1, 0.f};
+    if (i + warps < c.rows) next = read_routing(a, c.row(i + warps));
     const u64 at = u64(token) * k + lane;
     const bool first = x.rows_per_token == 1 || only == 0;
     u32 served = kNobody;
@@ -61,6 +62,7 @@ __device__ __forceinline__ void route_chunk(const DispatchArgs& a, const Now& no
         const u32 slot = served != kNobody && served >> 16 == g ? served & 0xffff : kNobody;
         store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + tail), {now.tag, slot | u64(__float_as_uint(ahead.weight)) << 32});
       });
+    ahead = next;
   }
 }
 

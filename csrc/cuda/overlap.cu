@@ -9,7 +9,7 @@ namespace epc {
 
 namespace {
 
-constexpr u32 kThreads = 512;
+constexpr u32 kThreads = 1024;
 
 // The targets of a chunk's rows as they were noted when the tails were sent.
 __device__ __forceinline__ void recall_targets(const DispatchArgs& a, const Chunk& c, ChunkTargets& out) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void push_chunks(const PushArgs& p, const Now& now, u
     const Chunk c = chunk_of(index, a.exchange.gpu.chunks, a.tokens);
     recall_targets(a, c, targets);
     __syncthreads();
-    if (threadIdx.x < kBulkWarps * 32) rows.push(a, c, targets);
+    rows.push(a, c, targets);
     __syncthreads();
     announce(a, now, c, targets, a.exchange.gpu.arrival);
     __syncthreads();

@@ -80,6 +80,7 @@ __device__ __forceinline__ void count_exchange(const CombineArgs& a, const Now& 
 template <class Element>
 struct PullRows {
   static constexpr u32 kMaxThreads = 1024, kMinBlocks = 1, kItems = 2;
+  static constexpr bool kBulk = false;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
 
@@ -128,6 +129,7 @@ struct PullRows {
 template <class Element>
 struct BulkPull {
   static constexpr u32 kMaxThreads = kBulkWarps * 32, kMinBlocks = 1;
+  static constexpr bool kBulk = true;
   u8* ring;
   u64* full;
   u32 taken, loaded;

@@ -68,7 +68,7 @@ struct RawRows {
 // The same through shared memory by the copy engine of the SM: one thread of each warp moves whole pieces of rows, so
 // few SMs fill the link and no register holds a row.
 struct BulkRows {
-  static constexpr u32 kMaxThreads = kBulkWarps * 32;
+  static constexpr u32 kMaxThreads = 512;  // the first kBulkWarps warps move rows, all route them
   static constexpr bool kEarly = false;
   u8* ring;
   u64* full;
@@ -87,7 +87,7 @@ struct BulkRows {
     taken = 0;
   }
   __device__ __forceinline__ void push(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {
-    if (threadIdx.x % 32 == 0) push_pieces(a, c, t);
+    if (threadIdx.x % 32 == 0 && threadIdx.x < kBulkWarps * 32) push_pieces(a, c, t);
     if (a.x_scales) RawRows::push_scales(a, c, t);
   }
   __device__ void push_pieces(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {

@@ -1,0 +1,98 @@
+"""Ranks that are killed or stopped in the middle of an exchange, on two GPUs."""
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from elasticep.bench.fleet_cuda import Child, Fleet, FleetSpec
+from elasticep.native import cuda as native
+from tests.gpu.shapes import exchange, geometry
+
+pytestmark = pytest.mark.timeout(300)
+PROGRAMS = "tests.gpu.programs_faults"
+KILLS = int(os.environ.get("ELASTICEP_GPU_KILLS", "8"))
+EXCHANGES = int(os.environ.get("ELASTICEP_GPU_EXCHANGES", "5000"))
+RETURN_LIMIT_MS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if native.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def spec(ranks: int, topk: int = 1, experts: int = 8) -> FleetSpec:
+    shape = geometry(
+        ranks, [exchange(64)], hidden=1024, experts=experts, topk=topk, layers=2, slots=8
+    )
+    return FleetSpec(
+        geometry=shape,
+        devices=(0, *[1] * (ranks - 1)),
+        seats=tuple((r,) for r in range(ranks)),
+        ranks_on_device=1,  # of the ranks on the second GPU one runs at a time
+        exchange_timeout_ms=5000,
+    )
+
+
+def kill_one_after_another(victims: int, seed: int) -> list[dict[str, Any]]:
+    """Each victim joins, serves, and dies at a random moment; times in ms since its death."""
+    moments = random.Random(seed)
+    killed_ns: dict[int, int] = {}
+    with Fleet(spec(victims + 1)) as fleet:
+
+        def on_report(_: Child, report: tuple[str, int]) -> None:
+            what, rank = report
+            if what == "turn":
+                fleet.children[rank].connection.send("go")
+            elif what == "joined":
+                fleet.children[0].connection.send("joined")
+            else:
+                threading.Event().wait(moments.random() * 0.02)
+                killed_ns[rank] = time.monotonic_ns()
+                fleet.children[rank].process.kill()
+
+        fleet.start(f"{PROGRAMS}:kills", victims=list(range(1, victims + 1)))
+        lines = fleet.finish(200, on_report, may_die=True)[0]
+    for line in lines:
+        died = killed_ns[line["victim"]]
+        line["back_ms"] = (line.pop("back_ns") - died) / 1e6
+        line["complete_ms"] = (line.pop("complete_ns") - died) / 1e6
+    return list(lines)
+
+
+def test_case_04_survivor_lives_and_replays_the_same_graph() -> None:
+    for line in kill_one_after_another(KILLS, seed=1):
+        assert line["why"] == native.Why.PEER_DEAD, line
+        assert line["rank"] == line["victim"], line  # case 21: the right one is blamed
+        assert line["members"] == [0], line
+        assert 0 < line["back_ms"] < RETURN_LIMIT_MS, line
+
+
+def test_an_expelled_rank_that_goes_on_completes_nothing() -> None:
+    with Fleet(spec(2)) as fleet:
+
+        def on_report(_: Child, what: str) -> None:
+            if what == "stopping":
+                fleet.headers[0].mark_dead(1, 1)
+            elif what == "alone":
+                os.kill(fleet.children[1].process.pid, signal.SIGCONT)
+            else:
+                fleet.children[0].connection.send("awake")
+
+        fleet.start(f"{PROGRAMS}:stopped")
+        survivor, expelled = fleet.finish(60, on_report)
+    assert survivor == {"why": native.Why.PEER_DEAD, "complete": 20, "later": True}
+    assert not any(expelled["complete"])
+    assert native.StepStatus.EXPELLED in expelled["status"]
+
+
+def test_no_mismatch_under_random_delays() -> None:
+    with Fleet(spec(2, topk=4, experts=16)) as fleet:
+        arguments = {"exchanges": EXCHANGES, "per_step": 50, "seed": 11}
+        for result in fleet.run(f"{PROGRAMS}:soak", 200.0, **arguments):
+            assert result == {"wrong": 0, "incomplete": 0, "exchanges": EXCHANGES}
