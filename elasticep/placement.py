@@ -133,8 +133,8 @@ def _integer_loads(weight: NDArray[np.generic]) -> NDArray[np.int64]:
     real = weight.astype(np.float64)
     if not np.isfinite(real).all() or real.min() < 0:
         raise ConfigError("weight holds a negative or non-finite load")
-    scale = _FINE / max(float(real.sum(axis=1).max()), 1e-300)
-    return np.rint(real * scale).astype(np.int64)
+    total = float(real.sum(axis=1).max())
+    return np.rint(real / total * _FINE).astype(np.int64) if total else real.astype(np.int64)
 
 
 def _inverse(

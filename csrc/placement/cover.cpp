@@ -122,35 +122,45 @@ bool Cover::evict_for(Layer& layer, int expert, int primary) {
   return true;
 }
 
+// Adds a copy on the least loaded rank with a free slot, at home first; if there is none, in the place of a copy
+// that is missed least. `home_only`: nowhere but at home, and no other expert loses its last copy at home for it.
+bool Cover::give_copy(Layer& layer, int expert, bool home_only) {
+  int best = -1, victim = -1;
+  std::tuple<int, int64_t, int> best_cost;
+  std::tuple<int, int, int, int, int> victim_cost;
+  for (int rank = 0; rank < cluster_.ranks; rank++) {
+    const int away = cluster_.cell[rank] != layer.home[expert];
+    if (!cluster_.open[rank] || layer.holds(expert, rank) || (home_only && away)) continue;
+    if (layer.room(rank) > 0) {
+      const auto cost = std::make_tuple(away, layer.rank_load[rank], rank);
+      if (best < 0 || cost < best_cost) best = rank, best_cost = cost;
+      continue;
+    }
+    for (int at = rank * cluster_.slots; at < rank * cluster_.slots + cluster_.capacity[rank]; at++) {
+      const int other = layer.slot[at], copies = layer.open_copies(other);
+      const int last = layer.active[other].size() == 1 && layer.active[other][0] == at;
+      if (copies < 2 || (home_only && last)) continue;
+      const auto cost = std::make_tuple(away, last, -std::min(copies, 3), static_cast<int>(layer.share[at] > 0), at);
+      if (victim < 0 || cost < victim_cost) victim = at, victim_cost = cost;
+    }
+  }
+  if (best < 0 || (victim >= 0 && std::get<0>(best_cost) > std::get<0>(victim_cost))) {
+    if (victim < 0) return false;
+    best = layer.rank_of(victim);
+    layer.remove(victim);
+  }
+  layer.add(expert, best);
+  return true;
+}
+
 int Cover::restore(Layer& layer, int moves) {
   int added = 0;
-  for (int e = 0; e < layer.experts && added < moves; e++) {
-    if (layer.open_copies(e) > 0) continue;
-    int best = -1, victim = -1;
-    std::tuple<int, int64_t, int> best_cost;
-    std::tuple<int, int, int, int> victim_cost;
-    for (int rank = 0; rank < cluster_.ranks; rank++) {
-      if (!cluster_.open[rank] || layer.holds(e, rank)) continue;
-      const int away = cluster_.cell[rank] != layer.home[e];
-      if (layer.room(rank) > 0) {
-        const auto cost = std::make_tuple(away, layer.rank_load[rank], rank);
-        if (best < 0 || cost < best_cost) best = rank, best_cost = cost;
-        continue;
-      }
-      for (int at = rank * cluster_.slots; at < rank * cluster_.slots + cluster_.capacity[rank]; at++) {
-        const int copies = layer.open_copies(layer.slot[at]);
-        if (copies < 2) continue;
-        const auto cost = std::make_tuple(away, -std::min(copies, 3), static_cast<int>(layer.share[at] > 0), at);
-        if (victim < 0 || cost < victim_cost) victim = at, victim_cost = cost;
-      }
-    }
-    if (best < 0 || (victim >= 0 && std::get<0>(best_cost) > std::get<0>(victim_cost))) {
-      if (victim < 0) continue;
-      best = layer.rank_of(victim);
-      layer.remove(victim);
-    }
-    layer.add(e, best);
-    added++;
+  for (int e = 0; e < layer.experts && added < moves; e++)
+    if (layer.open_copies(e) == 0) added += give_copy(layer, e, false);
+  for (int e = 0; e < layer.experts && added < moves && cluster_.cells > 1; e++) {
+    const auto& active = layer.active[e];
+    if (active.empty() || cluster_.cell[layer.rank_of(active[0])] == layer.home[e]) continue;
+    added += give_copy(layer, e, true);
   }
   return added;
 }

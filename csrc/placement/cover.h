@@ -10,8 +10,9 @@ class Cover {
  public:
   explicit Cover(const Cluster& cluster);
 
-  // Gives experts without a copy on an open rank one, in their home cell where a slot can be had; surplus copies
-  // of others make room if need be. Returns the copies added; at most `moves`.
+  // Gives experts without a copy on an open rank one, in their home cell where a slot can be had, then experts with
+  // copies elsewhere only one at home; surplus copies of others make room if need be. Returns the copies added; at
+  // most `moves`.
   int restore(Layer& layer, int moves);
 
   // Gives experts with one copy a second one, in another domain and node where possible, then experts whose copies
@@ -27,6 +28,7 @@ class Cover {
   // 0: this rank; 1: same node and domain; 2: another node or domain; 3: both differ.
   int distance(int a, int b) const { return distance_[static_cast<size_t>(a) * cluster_.ranks + b]; }
   int furthest_copy(const Layer& layer, int expert, int rank) const;
+  bool give_copy(Layer& layer, int expert, bool home_only);
   int find_rank(const Layer& layer, int expert, int primary);
   bool make_way(Layer& layer, int expert, int primary, int reach);
   bool evict_for(Layer& layer, int expert, int primary);

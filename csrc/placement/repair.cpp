@@ -1,6 +1,7 @@
 #include "repair.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <tuple>
 
 #include "pack.h"
@@ -9,7 +10,8 @@ namespace ep::placement {
 namespace {
 
 constexpr int kReceivers = 6;   // ranks tried per copy before giving up
-constexpr int kSwapRounds = 6;  // rounds of exchange and split
+constexpr int kSwapRounds = 12;  // rounds of exchange and split
+constexpr std::size_t kExchanges = 64;  // pairs tried per exchange before giving up
 
 int count(const std::vector<uint8_t>& set) { return static_cast<int>(std::count(set.begin(), set.end(), 1)); }
 
@@ -88,6 +90,47 @@ bool Repair::try_copies(Layer& layer, int cell, bool bare, int64_t& highest) {
   return false;
 }
 
+// Exchanges a copy of the full set with one outside of it, judged by the split that follows: two copies that differ
+// by about what the set has too much of come first.
+bool Repair::try_exchange(Layer& layer, int cell, int64_t target, int64_t& highest) {
+  const auto& ranks = layer.cluster.cell_ranks[cell];
+  int64_t surplus = 0;
+  std::vector<int32_t> inside, outside;
+  for (int rank : ranks) {
+    if (cut_[rank]) surplus += layer.rank_load[rank] - target;
+    const int first = rank * layer.cluster.slots;
+    for (int at = first; at < first + layer.cluster.capacity[rank]; at++)
+      if (layer.slot[at] >= 0) (cut_[rank] ? inside : outside).push_back(at);
+  }
+  struct Pair {
+    int64_t miss;
+    int32_t mine, theirs;
+    bool operator<(const Pair& o) const { return std::tie(miss, mine, theirs) < std::tie(o.miss, o.mine, o.theirs); }
+  };
+  std::vector<Pair> pairs;
+  for (int32_t mine : inside)
+    for (int32_t theirs : outside) {
+      const int64_t gain = layer.share[mine] - layer.share[theirs];
+      if (gain > 0) pairs.push_back({std::abs(gain - surplus), mine, theirs});
+    }
+  const size_t tries = std::min(pairs.size(), kExchanges);
+  std::partial_sort(pairs.begin(), pairs.begin() + static_cast<std::ptrdiff_t>(tries), pairs.end());
+  for (size_t i = 0; i < tries; i++) {
+    const auto [miss, mine, theirs] = pairs[i];
+    if (layer.holds(layer.slot[mine], layer.rank_of(theirs)) || layer.holds(layer.slot[theirs], layer.rank_of(mine)))
+      continue;
+    layer.exchange(mine, theirs);
+    const int64_t now = flow_.run(layer, cell, next_cut_);
+    if (now < highest) {
+      highest = now;
+      cut_ = next_cut_;
+      return true;
+    }
+    layer.exchange(mine, theirs);
+  }
+  return false;
+}
+
 int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare) {
   const auto& ranks = layer.cluster.cell_ranks[cell];
   int64_t highest = flow_.run(layer, cell, cut_);
@@ -101,10 +144,13 @@ int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare
     highest = flow_.run(layer, cell, cut_);
     if (highest <= target || moved >= moves) break;
     const int swapped = improve_by_swaps(layer, ranks, target, moves - moved);
-    if (swapped == 0) break;
     moved += swapped;
     highest = flow_.run(layer, cell, cut_);
+    if (swapped > 0) continue;
+    if (highest <= target || moved + 2 > moves || !try_exchange(layer, cell, target, highest)) break;
+    moved += 2;
   }
+  flow_.run(layer, cell, cut_);  // the last attempt may have been taken back
   return moved;
 }
 

@@ -22,6 +22,7 @@ class Repair {
     int expert = -1, rank = -1, victim = -1;
   };
   bool try_copies(Layer& layer, int cell, bool bare, int64_t& highest);
+  bool try_exchange(Layer& layer, int cell, int64_t target, int64_t& highest);
   int pick_expert(const Layer& layer, int rank, int64_t wanted) const;
   int pick_victim(const Layer& layer, int rank, bool bare) const;
   bool attempt(Layer& layer, int cell, const Trial& trial, int64_t& highest);

@@ -1,6 +1,6 @@
 """Placements that need no load figures: the first one of a group, and one that a death leaves."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,24 +43,13 @@ def round_robin(
     if slots < geometry.experts:
         raise SlotShortage(range(geometry.layers), ranks, slots, geometry.experts)
     names = [(nodes or {}).get(rank, f"rank {rank}") for rank in ranks]
-    node = np.unique(names, return_inverse=True)[1]
-    table = np.full((geometry.max_ranks, geometry.slots_per_rank), EMPTY, np.int32)
-    used = np.zeros(len(ranks), np.int64)
-    holders: list[list[int]] = [[] for _ in range(geometry.experts)]
+    deal = _Deal(geometry.experts, geometry.slots_per_rank, names)
     for copy in range(1 + spare):
-        for expert, held in enumerate(holders):
-            # The offset by copy number spreads the second copies of one rank's experts over all.
-            start = expert + copy * (1 + expert // len(ranks))
-            turn = (np.arange(len(ranks)) - start) % len(ranks)
-            cost = (np.isin(node, node[held]) * geometry.slots_per_rank + used) * len(ranks) + turn
-            cost[(used >= geometry.slots_per_rank)] = _NEVER
-            cost[held] = _NEVER
-            best = int(np.argmin(cost))
-            if cost[best] == _NEVER:
-                continue
-            table[ranks[best], used[best]] = expert
-            used[best] += 1
-            held.append(best)
+        for expert in range(geometry.experts):
+            deal.place(expert, copy)
+    table = np.full((geometry.max_ranks, geometry.slots_per_rank), EMPTY, np.int32)
+    for rank, content in zip(ranks, deal.content, strict=True):
+        table[rank, : len(content)] = content
     slot_expert = np.repeat(table[None], geometry.layers, axis=0)
     weights = np.zeros(slot_expert.shape, np.uint32)
     return Placement(
@@ -68,6 +57,59 @@ def round_robin(
         slot_expert=slot_expert,
         slot_weight=spread(slot_expert, weights, geometry.experts),
     )
+
+
+class _Deal:
+    """One layer's slots while experts are dealt out; ranks are numbered 0.. here."""
+
+    def __init__(self, experts: int, slots: int, names: Sequence[str]) -> None:
+        self.content: list[list[int]] = [[] for _ in names]
+        self._slots = slots
+        self._node = np.unique(names, return_inverse=True)[1]
+        self._holds = np.zeros((experts, len(names)), np.bool_)
+        self._used = np.zeros(len(names), np.int64)
+
+    def place(self, expert: int, copy: int) -> None:
+        """Put a further copy of an expert on the emptiest rank, in a node without one if it can."""
+        ranks = len(self._used)
+        # The offset by copy number spreads the second copies of one rank's experts over all.
+        turn = (np.arange(ranks) - expert - copy * (1 + expert // ranks)) % ranks
+        for apart in (True, False):
+            taken = self._near(expert) if apart else self._holds[expert]
+            cost = np.where(taken | (self._used >= self._slots), _NEVER, self._used * ranks + turn)
+            rank: int | None = int(np.argmin(cost))
+            if cost[rank] == _NEVER:
+                rank = self._make_room(taken, apart)
+            if rank is not None:
+                self._add(expert, rank)
+                return
+
+    def _near(self, expert: int) -> NDArray[np.bool_]:
+        """[ranks], True in nodes that hold the expert."""
+        return np.isin(self._node, self._node[self._holds[expert]])
+
+    def _add(self, expert: int, rank: int) -> None:
+        self.content[rank].append(expert)
+        self._holds[expert, rank] = True
+        self._used[rank] += 1
+
+    def _make_room(self, taken: NDArray[np.bool_], apart: bool) -> int | None:
+        """Free a slot on a rank that is not `taken`: one of its copies moves to a rank with room,
+        if `apart` only to a node without another copy of it.
+        """
+        roomy = np.flatnonzero(self._used < self._slots).tolist()
+        for rank in np.flatnonzero(~taken).tolist() if roomy else ():
+            for other in self.content[rank]:
+                self._holds[other, rank] = False
+                avoid = self._near(other) if apart else self._holds[other]
+                for to in roomy:
+                    if to != rank and not avoid[to]:
+                        self.content[rank].remove(other)
+                        self._used[rank] -= 1
+                        self._add(other, to)
+                        return int(rank)
+                self._holds[other, rank] = True
+        return None
 
 
 def without(
