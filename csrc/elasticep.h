@@ -59,7 +59,8 @@ typedef struct ep_exchange_config {
 typedef struct ep_geometry {
   uint32_t layers, experts, topk, hidden, slots, max_ranks, exchanges, launch;
   uint32_t serve_lost; /* 1: policy `serve` */
-  uint32_t reserved[7];
+  uint32_t agreed;     /* 1: completion is agreed on at the barriers */
+  uint32_t reserved[6];
   ep_exchange_config exchange[EP_MAX_EXCHANGES];
 } ep_geometry;
 
@@ -184,6 +185,9 @@ typedef struct ep_step_info {
   uint32_t members, pad;
   uint32_t incarnation[EP_MAX_RANKS];
   uint32_t tokens[EP_MAX_RANKS]; /* that each member announced at the barrier */
+  /* agreed completion: the work that this step runs (1, 2, ...), and the last one that is settled, so that it may be
+   * released. A rank whose last complete work is `work` itself undoes it and runs it again. Local: 0, 0. */
+  uint64_t work, settled;
 } ep_step_info;
 
 /* What dispatch delivered; pointers lie in the region and stay valid until the next dispatch on this channel returns. */

@@ -34,6 +34,13 @@ class LostExperts(enum.StrEnum):
     SERVE = "serve"  # steps run, tokens that needed it are flagged
 
 
+class Completion(enum.StrEnum):
+    """When a step counts."""
+
+    LOCAL = "local"  # each rank repeats its own torn steps: inputs of ranks are independent
+    AGREED = "agreed"  # all ranks repeat together: inputs are coupled (tensor parallelism)
+
+
 class Launch(enum.StrEnum):
     """Who runs the kernels."""
 
@@ -89,6 +96,7 @@ class GroupConfig:
         timeouts: deadlines in milliseconds.
         lost_experts: policy while an expert has no live replica.
         launch: who runs the kernels.
+        completion: when a step counts.
         initial_ranks: the first view waits for ranks 0..initial_ranks-1.
         min_ranks: no view with fewer members is proposed.
         spare_copies: copies of an expert beyond its first, where slots allow.
@@ -103,6 +111,7 @@ class GroupConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     lost_experts: LostExperts = LostExperts.REFUSE
     launch: Launch = Launch.SERVICE
+    completion: Completion = Completion.LOCAL
     min_ranks: int = 1
     spare_copies: int = 1
     flap_limit: int = 3
@@ -162,6 +171,7 @@ class GroupConfig:
             "manual_readmission": self.manual_readmission,
             "lost_experts": self.lost_experts.value,
             "launch": self.launch.value,
+            "completion": self.completion.value,
             "geometry": {name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS},
             "timeouts": {f.name: getattr(self.timeouts, f.name) for f in fields(self.timeouts)},
             "exchanges": {name: spec.to_dict() for name, spec in self.exchanges},
@@ -172,8 +182,8 @@ class GroupConfig:
         """Read a group file.
 
         Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `flap_limit`,
-        `manual_readmission`, `lost_experts`, `launch` and the tables `[geometry]`, `[timeouts]`
-        and `[exchanges.NAME]` (in the order of the file).
+        `manual_readmission`, `lost_experts`, `launch`, `completion` and the tables `[geometry]`,
+        `[timeouts]` and `[exchanges.NAME]` (in the order of the file).
         Unknown keys raise `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
@@ -197,6 +207,7 @@ class GroupConfig:
             timeouts=Timeouts(**timeouts),
             lost_experts=_choice(LostExperts, "lost_experts", data),
             launch=_choice(Launch, "launch", data),
+            completion=_choice(Completion, "completion", data),
             **rest,
         )
 
@@ -239,6 +250,7 @@ class GroupConfig:
             ),
             lost_experts=_LOST_TO_PROTO[self.lost_experts],
             launch=_LAUNCH_TO_PROTO[self.launch],
+            completion=_COMPLETION_TO_PROTO[self.completion],
             initial_ranks=self.initial_ranks,
             min_ranks=self.min_ranks,
             spare_copies=self.spare_copies,
@@ -272,6 +284,7 @@ class GroupConfig:
             timeouts=Timeouts(**timeouts),
             lost_experts=_from_proto(_LOST_TO_PROTO, "lost_experts", message.lost_experts),
             launch=_from_proto(_LAUNCH_TO_PROTO, "launch", message.launch),
+            completion=_from_proto(_COMPLETION_TO_PROTO, "completion", message.completion),
             initial_ranks=message.initial_ranks,
             min_ranks=message.min_ranks or 1,
             spare_copies=message.spare_copies,
@@ -283,6 +296,10 @@ class GroupConfig:
 _LOST_TO_PROTO = {
     LostExperts.REFUSE: types_pb2.LOST_EXPERTS_POLICY_REFUSE,
     LostExperts.SERVE: types_pb2.LOST_EXPERTS_POLICY_SERVE,
+}
+_COMPLETION_TO_PROTO = {
+    Completion.LOCAL: types_pb2.COMPLETION_LOCAL,
+    Completion.AGREED: types_pb2.COMPLETION_AGREED,
 }
 _LAUNCH_TO_PROTO = {
     Launch.SERVICE: types_pb2.LAUNCH_SERVICE,

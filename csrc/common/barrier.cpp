@@ -160,13 +160,14 @@ u32* cell_members(Cell* cell) { return reinterpret_cast<u32*>(cell + 1); }
 const u32* cell_members(const Cell* cell) { return reinterpret_cast<const u32*>(cell + 1); }
 }  // namespace
 
-void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, const KnownView* views, u32 count) {
+void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, u64 done, const KnownView* views, u32 count) {
   u64 version = cell->version.load(std::memory_order_relaxed) | 1;
   cell->version.store(version, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   cell->step = step;
   cell->incarnation = incarnation;
   cell->tokens = tokens;
+  cell->done = done;
   cell->views = count;
   for (u32 i = 0; i < count; ++i) {
     cell->view[i] = {views[i].epoch, views[i].digest};
@@ -183,6 +184,7 @@ bool read_cell(const Cell* cell, u32 ranks, CellCopy* out) {
     out->step = cell->step;
     out->incarnation = cell->incarnation;
     out->tokens = cell->tokens;
+    out->done = cell->done;
     u64 views = cell->views;
     if (views > kCellViews) continue;  // torn read
     out->views = u32(views);

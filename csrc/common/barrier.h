@@ -20,6 +20,7 @@ struct Cell {
   u32 incarnation, tokens;
   u64 views;                 // entries used in `view`
   CellView view[kCellViews];  // [0] the running view, then the staged later ones, ascending
+  u64 done;                  // agreed completion: works complete on the writer
 };
 
 // A consistent copy of a cell.
@@ -28,6 +29,7 @@ struct CellCopy {
   u64 step = 0;
   u32 incarnation = 0, tokens = 0;
   u32 views = 0;
+  u64 done = 0;
   CellView view[kCellViews];
   u32 members[kCellViews][EP_MAX_RANKS];
 
@@ -63,7 +65,7 @@ struct BarrierDecision {
 
 BarrierDecision decide(const BarrierInput& in);
 
-void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, const KnownView* views, u32 count);
+void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, u64 done, const KnownView* views, u32 count);
 // False when no consistent cell is there (never written, or its writer died in the middle).
 bool read_cell(const Cell* cell, u32 ranks, CellCopy* out);
 

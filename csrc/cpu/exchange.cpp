@@ -124,6 +124,7 @@ int Runner::dispatch_send(const Dispatch& d) {
     if (to != me_ && all_there(data_of(to) + l.arrival, sizeof(Arrival), f.tag, members, g_.max_ranks, to)) ring_peer(*view_, to, d.channel);
   }
   f.phase = Flight::kSent;
+  exchanged_.store(1, std::memory_order_relaxed);
   failpoint(*own_.header, EP_FAIL_SENT);
   return 0;
 }

@@ -112,6 +112,8 @@ class Runner {
   u64 higher_barrier();
   void adopt(const BarrierDecision& d);
   void fill_info(ep_step_info* out) const;
+  void agree(const BarrierDecision& d, ep_step_info* out);
+  u64 least_done(u64 epoch) const;
   int expelled(const BarrierDecision& d);
 
   int wait_flags(const Wait& wait);
@@ -141,6 +143,8 @@ class Runner {
   // Barrier thread only (the other channel reads view_ and step_ between begin and end).
   StagedView* view_ = nullptr;
   u64 step_ = 1;
+  u64 done_ = 0;  // agreed completion: works complete here
+  Atomic<u32> exchanged_{0};  // the running step had an exchange, so it is a work
   bool in_step_ = false, cells_posted_ = false;
   struct Known {
     KnownView view;

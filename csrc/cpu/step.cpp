@@ -150,7 +150,7 @@ void Runner::post_cells(u32 tokens) {
     u32 r = (me_ + n) % g_.max_ranks;
     if (!targets[r]) continue;
     failpoint(*own_.header, EP_FAIL_CELLS);
-    write_cell(cell(targets[r]->data, step_, me_), g_.max_ranks, step_, inc_, tokens, views, u32(snapshot_.size()));
+    write_cell(cell(targets[r]->data, step_, me_), g_.max_ranks, step_, inc_, tokens, done_, views, u32(snapshot_.size()));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     // Only the last cell of a barrier needs to wake its reader; a cell may also carry news, so any staged view does too.
     bool last = snapshot_.size() > 1;
@@ -222,6 +222,27 @@ void Runner::fill_info(ep_step_info* out) const {
     out->incarnation[r] = bank.incarnation[r];
     if (r != me_ && cells_[r].valid && cells_[r].step == step_) out->tokens[r] = cells_[r].tokens;
   }
+}
+
+// The least number of works complete on those whose cells count: members of `epoch` that wrote one for this barrier.
+u64 Runner::least_done(u64 epoch) const {
+  const u32* members = views_[epoch % EP_BANKS].tables.head->incarnation;
+  u64 least = ~0ull;
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    const CellCopy& c = cells_[r];
+    if (r != me_ && c.valid && c.step == step_ && members[r] == c.incarnation && c.views && c.done < least) least = c.done;
+  }
+  return least;
+}
+
+// Agreed completion: all run the work after the least `done` of the members of both the old and the new view. Who is
+// ahead undoes its last one; a joiner takes the others' word.
+void Runner::agree(const BarrierDecision& d, ep_step_info* out) {
+  if (!g_.agreed) return;
+  const u64 least = least_done(d.epoch);
+  if (least < done_) done_ = least;  // none, ~0, changes nothing
+  out->work = done_ + 1;
+  out->settled = done_;
 }
 
 int Runner::expelled(const BarrierDecision& d) {
@@ -298,8 +319,10 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
       if (!d.doomed) {
         h.step.store(step_);
         fill_info(out);
+        agree(d, out);
         out->tokens[me_] = tokens;
         torn_.store(0);
+        exchanged_.store(0);
         for (auto& f : flights_) f.phase = Flight::kIdle;
         in_step_ = true;
         return done(0);
@@ -357,6 +380,7 @@ int Runner::join(BarrierInput& in, BarrierDecision* decision) {
     BarrierDecision d = decide(in);
     if (d.kind != BarrierDecision::kRun) continue;
     step_ = step;
+    if (const u64 least = least_done(d.epoch); least != ~0ull) done_ = least;
     bool already = false;
     for (u32 r = 0; r < g_.max_ranks; ++r) already |= r != me_ && cells_[r].valid && cells_[r].step == step && cells_[r].epoch() >= d.epoch;
     if (already) {
@@ -414,7 +438,10 @@ int Runner::end_step(u32* complete) {
       load_touched_[layer] = 0;
     }
   }
-  if (*complete) h.complete_steps.fetch_add(1);
+  if (*complete) {
+    h.complete_steps.fetch_add(1);
+    if (g_.agreed && exchanged_.load()) ++done_;
+  }
   ++step_;
   in_step_ = false;
   cells_posted_ = false;

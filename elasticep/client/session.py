@@ -26,7 +26,7 @@ from elasticep.errors import (
     StepTorn,
     UsageError,
 )
-from elasticep.group import GroupConfig
+from elasticep.group import Completion, GroupConfig
 from elasticep.native import abi
 from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
@@ -46,6 +46,8 @@ class Step:
     Attributes:
         number: of the barrier; the same on all members, and of no meaning after a repeat.
         epoch: of the view that the step runs in, 0 before the barrier.
+        work: agreed completion: the number of the work that all ranks run in this step.
+        settled: agreed completion: the last work that is complete on all ranks.
         complete: after the block: whether the step counts. False: repeat it.
     """
 
@@ -53,6 +55,8 @@ class Step:
         self.number = 0
         self.epoch = 0
         self.complete = False
+        self.work = 0
+        self.settled = 0
         self.members: MappingProxyType[int, int] = MappingProxyType({})
         self._session = session
         self._tokens = tokens
@@ -193,6 +197,61 @@ class Session:
             if on_torn is not None:
                 on_torn(step)
 
+    def works(
+        self,
+        forward: Callable[[Step, _Batch], _Result],
+        batch_of: Callable[[int], _Batch | None],
+        *,
+        undo: Callable[[int], None] = lambda work: None,
+    ) -> Iterator[tuple[int, _Result]]:
+        """Run numbered works in lockstep with coupled ranks; yield each result once it is settled.
+
+        For groups with `completion = "agreed"`, whose ranks' inputs depend on one another: all
+        ranks run the same work in a step, and when one of them could not complete it, all run it
+        again. A result comes out one step after it was computed, when the barrier has shown that
+        every rank has it.
+
+        Args:
+            forward: one forward pass; it may run again for the same work.
+            batch_of: the batch of a work (1, 2, ...; a joiner starts later), None after the last.
+                All ranks must agree on which is the last.
+            undo: called before a work that was complete here is run again, because it was not
+                complete elsewhere. At most one work is ever undone.
+
+        Yields:
+            (work, what `forward` returned), in order, each once.
+
+        Raises:
+            UsageError: the group's completion is `local`.
+            Fenced, StepTimeout: as for `step`.
+        """
+        if self.config.completion is not Completion.AGREED:
+            raise UsageError(
+                f"group {self.config.name!r} has completion = 'local'; use run, or create the "
+                "group with completion = 'agreed'"
+            )
+        pending: tuple[int, _Result] | None = None
+        while True:
+            step = self.step()
+            result: list[_Result] = []
+            settled: tuple[int, _Result] | None = None
+            with step:
+                if pending is not None:
+                    if pending[0] <= step.settled:
+                        settled = pending
+                    else:
+                        undo(pending[0])
+                    pending = None
+                batch = batch_of(step.work)
+                if batch is not None:
+                    result.append(forward(step, batch))
+            if step.complete and result:
+                pending = (step.work, result[0])
+            if settled is not None:
+                yield settled
+            if batch is None and pending is None and step.complete:
+                return
+
     def _begin(self, step: Step) -> None:
         self._check_usable()
         if self._step is not None:
@@ -201,6 +260,7 @@ class Session:
         if self._view is None or self._view.epoch != info.epoch:
             self._view = self._read_view(info)
         step.number, step.epoch = info.step, info.epoch
+        step.work, step.settled = info.work, info.settled
         step.members = self._view.members
         self._step = step
 

@@ -48,6 +48,7 @@ def geometry_struct(config: "GroupConfig") -> abi.Geometry:
         exchanges=len(parts),
         launch=int(abi.Launch[config.launch.name]),
         serve_lost=int(config.lost_experts.value == "serve"),
+        agreed=int(config.completion.value == "agreed"),
     )
     for number, part in enumerate(parts):
         struct.exchange[number] = _exchange_struct(part)

@@ -199,7 +199,8 @@ class Geometry(Structure):
         ("exchanges", c_uint32),
         ("launch", c_uint32),
         ("serve_lost", c_uint32),
-        ("reserved", c_uint32 * 7),
+        ("agreed", c_uint32),
+        ("reserved", c_uint32 * 6),
         ("exchange", ExchangeConfig * MAX_EXCHANGES),
     )
 
@@ -303,6 +304,8 @@ class StepInfo(Structure):
         ("pad", c_uint32),
         ("incarnation", c_uint32 * MAX_RANKS),
         ("tokens", c_uint32 * MAX_RANKS),
+        ("work", c_uint64),
+        ("settled", c_uint64),
     )
 
 

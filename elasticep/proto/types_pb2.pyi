@@ -61,6 +61,28 @@ LAUNCH_INLINE: Launch.ValueType  # 2
 """the engine's own thread runs them"""
 Global___Launch: _TypeAlias = Launch  # noqa: Y015
 
+class _Completion:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CompletionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Completion.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COMPLETION_UNSPECIFIED: _Completion.ValueType  # 0
+    COMPLETION_LOCAL: _Completion.ValueType  # 1
+    """this rank's rows are right; each rank repeats its own torn steps"""
+    COMPLETION_AGREED: _Completion.ValueType  # 2
+    """ranks are coupled: a work counts once a later barrier has settled it"""
+
+class Completion(_Completion, metaclass=_CompletionEnumTypeWrapper):
+    """When a step counts (design: protocol, section 3)."""
+
+COMPLETION_UNSPECIFIED: Completion.ValueType  # 0
+COMPLETION_LOCAL: Completion.ValueType  # 1
+"""this rank's rows are right; each rank repeats its own torn steps"""
+COMPLETION_AGREED: Completion.ValueType  # 2
+"""ranks are coupled: a work counts once a later barrier has settled it"""
+Global___Completion: _TypeAlias = Completion  # noqa: Y015
+
 class _SeatState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -205,6 +227,7 @@ class GroupConfig(_message.Message):
     SPARE_COPIES_FIELD_NUMBER: _builtins.int
     FLAP_LIMIT_FIELD_NUMBER: _builtins.int
     MANUAL_READMISSION_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     lost_experts: Global___LostExpertsPolicy.ValueType
     launch: Global___Launch.ValueType
@@ -218,6 +241,7 @@ class GroupConfig(_message.Message):
     """A rank that dies this often in ten minutes waits for an operator; 0: it never does. Default 3."""
     manual_readmission: _builtins.bool
     """every rank that was expelled waits for an operator"""
+    completion: Global___Completion.ValueType
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -238,10 +262,11 @@ class GroupConfig(_message.Message):
         spare_copies: _builtins.int = ...,
         flap_limit: _builtins.int | None = ...,
         manual_readmission: _builtins.bool = ...,
+        completion: Global___Completion.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "flap_limit", b"flap_limit", "geometry", b"geometry", "timeouts", b"timeouts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "spare_copies", b"spare_copies", "timeouts", b"timeouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "completion", b"completion", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "spare_copies", b"spare_copies", "timeouts", b"timeouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
     _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015

@@ -368,6 +368,70 @@ def test_an_engine_that_raises_tears_the_step_for_all_at_once(scene: Scene) -> N
     assert on_all(sessions, lambda s: s.end()) == [True] * RANKS
 
 
+@pytest.mark.parametrize(
+    "site", [abi.FailSite.FLAG, abi.FailSite.READY_SENT, abi.FailSite.PULLED, abi.FailSite.END]
+)
+def test_agreed_completion_releases_a_work_once_and_only_when_all_have_it(
+    site: abi.FailSite,
+) -> None:
+    """Coupled ranks: one dies in the middle; all survivors release the same works in order, and
+    a work counts only after every one of them completed it."""
+    dead, works = 2, 12
+    g = geometry()
+    g.agreed = 1
+    with LocalGroup(g, timeouts=timeouts()) as group:
+        slots = spread(group.geometry, range(RANKS), copies=2)
+        sessions = [group.session(r) for r in range(RANKS)]
+        group.stage(1, 0, range(RANKS), slots)
+        ran: list[list[tuple[int, int]]] = [[] for _ in sessions]  # (step, work) completed
+        released: list[list[int]] = [[] for _ in sessions]
+
+        def run(rank: int) -> None:
+            s, have = sessions[rank], 0
+            while True:
+                try:
+                    info = s.begin(0, timeout_ms=5_000)
+                except errors.Fenced:
+                    return
+                if have and have <= info.settled:
+                    released[rank].append(have)
+                else:
+                    assert have in (0, info.work)  # at most the last one is undone
+                have = 0
+                step, work = info.step, info.work
+                try:
+                    if work <= works:
+                        empty_exchange(s)
+                    if s.end() and work <= works:
+                        have = work
+                        ran[rank].append((step, work))
+                except TornError:
+                    s.end()
+                except errors.Fenced:
+                    return
+                if work > works and not have and info.settled == works:
+                    return
+
+        threads = [threading.Thread(target=run, args=(r,)) for r in range(RANKS)]
+        group.failpoint(dead, site, abi.FailAction.KILL, after=12)
+        for t in threads:
+            t.start()
+        group.wait_for(lambda: len(group.deaths) > 0, "the death")
+        alive = [r for r in range(RANKS) if r != dead]
+        group.stage(2, 1, alive, slots)
+        for t in threads:
+            t.join(20)
+            assert not t.is_alive()
+        assert [released[r] for r in alive] == [list(range(1, works + 1))] * 3
+        assert released[dead] == list(range(1, len(released[dead]) + 1))
+        by_step: dict[int, int] = {}
+        for rank in alive:  # a step is one work for all
+            for step, work in ran[rank]:
+                assert by_step.setdefault(step, work) == work
+        for s in sessions:
+            s.close()
+
+
 def test_i3_planted_rows_and_flags_of_an_expelled_rank_are_ignored(scene: Scene) -> None:
     """Case 01 too: whatever an expelled rank goes on writing to its own places changes nothing."""
     ghost = 3
