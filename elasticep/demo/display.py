@@ -57,8 +57,8 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The highest epoch that a serving rank runs in."""
-        return max((line.epoch for line in self.ranks if line.state == "serving"), default=0)
+        """The highest epoch that a rank runs or ran in."""
+        return max((line.epoch for line in self.ranks), default=0)
 
 
 class Display(Protocol):
