@@ -241,6 +241,18 @@ __device__ u32 later_views(const Domain& d, u64 running, Known* out) {
   return n;
 }
 
+// A group's first view has no barrier before it: whoever is given it starts in it.
+__device__ void found(const Domain& d, State* s) {
+  for (u32 i = 0; i < EP_BANKS; ++i) {
+    const Staged* v = d.staged + i;
+    const u64 epoch = load_acquire(&v->check);
+    if (!epoch || v->epoch != epoch || v->previous || v->incarnation[d.me] != s->incarnation) continue;
+    s->epoch = epoch;
+    s->bank = i;
+    s->digest = v->digest;
+  }
+}
+
 // What my cell says; a barrier that is tried again (it timed out) says the same as before.
 __device__ void snapshot(State* s, Barrier& b) {
   const bool again = s->tried_step == b.step;
@@ -364,6 +376,7 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
     b.deadline = began + d.step_timeout_ns;
     b.higher = 0;
     b.doomed = b.adopted = 0;
+    if (!s->epoch) found(d, s);
     const Staged* v = d.staged + s->bank;
     b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
     b.staged_count = later_views(d, s->epoch, b.staged);
@@ -426,7 +439,8 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   if (threadIdx.x == 0) {
     if (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) adopt(d, b);
     if (status == EPC_STEP_RUN) s->torn = 0;
-    b.adopted = (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) && b.epoch != b.running.epoch;
+    b.adopted = (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) && b.epoch != s->mapped;
+    if (b.adopted) s->mapped = b.epoch;
     if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
       const u32 why = status == EPC_STEP_DOOMED ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED;
       d.record->fault = {b.step, s->epoch, why, kPhaseBarrier, 0, status == EPC_STEP_DOOMED ? b.who : d.me};

@@ -55,6 +55,7 @@ struct State {
   u32 tearing, expand_blocks, expand_round, pad;
   u64 barrier;                    // highest barrier number that was decided
   u64 digest;
+  u64 mapped;                     // the view that Domain::active holds
   u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
 };
 
