@@ -16,6 +16,7 @@ import click
 
 from elasticep.bench import peers, ranks, report
 from elasticep.bench.case import Case
+from elasticep.bench.report import run_command as run_command
 from elasticep.errors import ConfigError, ElasticEPError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
@@ -378,20 +379,3 @@ def main(arguments: Sequence[str]) -> int:
         click.echo(f"--device is {device!r}; use cpu or cuda", err=True)
         return 2
     return run_command(_command, words)
-
-
-def run_command(command: click.Command, words: Sequence[str]) -> int:
-    """A click command with our errors as one line; returns the exit status."""
-    try:
-        command.main(
-            list(words),
-            prog_name=f"python -m elasticep.bench {command.name}",
-            standalone_mode=False,
-        )
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except ElasticEPError as error:
-        click.echo(f"error: {error}", err=True)
-        return 1
-    return 0

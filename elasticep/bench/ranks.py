@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 from elasticep import errors
 
 DEADLINE_S: Final = 120.0
-_MAX_BYTES: Final = 192 * 1024
+MAX_BYTES: Final = 192 * 1024
 _HELLO_BYTES: Final = 64
 
 
@@ -33,6 +33,17 @@ class BenchError(errors.ElasticEPError):
     """A system could not be measured; the message says why."""
 
     reason = "BENCH"
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes."""
+    return json.dumps(message).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """What `encode` made."""
+    message: dict[str, Any] = json.loads(data)
+    return message
 
 
 class RankSet:
@@ -62,26 +73,35 @@ class RankSet:
         self._listener.bind(path)
         self._listener.listen(ranks)
         command = [sys.executable, "-m", "elasticep.bench.ranks", system, path]
-        commands = launch(command) if launch else [[*command, str(r)] for r in range(ranks)]
+        self._commands = launch(command) if launch else [[*command, str(r)] for r in range(ranks)]
+        self._env = {**os.environ, **(env or {})}
         self._log_path = os.path.join(self._folder, "log")
         self.connections: dict[int, socket.socket] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            with open(self._log_path, "wb") as log:
-                self._processes += [
-                    subprocess.Popen(
-                        words,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env={**os.environ, **(env or {})},
-                    )
-                    for words in commands
-                ]
+            self._processes += [self._spawn(words) for words in self._commands]
             self._accept()
         except BaseException:
             self.close()
             raise
+
+    def _spawn(self, words: list[str]) -> subprocess.Popen[bytes]:
+        with open(self._log_path, "ab") as log:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env
+            )
+
+    def pid(self, rank: int) -> int:
+        """Process of a rank, where each has a command of its own."""
+        return self._processes[rank].pid
+
+    def respawn(self, rank: int) -> None:
+        """Reap a rank's process, which was killed, and start another in its place."""
+        self._processes[rank].wait(DEADLINE_S)
+        if rank in self.connections:
+            self.connections.pop(rank).close()
+        self._processes[rank] = self._spawn(self._commands[rank])
+        self._accept()
 
     def _accept(self) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -92,7 +112,7 @@ class RankSet:
                 raise BenchError(f"{self.system} did not start within {DEADLINE_S:g} s")
             if select.select([self._listener], [], [], 0.2)[0]:
                 connection, _ = self._listener.accept()
-                rank = json.loads(connection.recv(_HELLO_BYTES))["rank"]
+                rank = decode(connection.recv(_HELLO_BYTES))["rank"]
                 self.connections[int(rank)] = connection
 
     def _log_tail(self) -> str:
@@ -108,9 +128,13 @@ class RankSet:
         for rank, connection in self.connections.items():
             order = {"op": op, **same, **(each or {}).get(rank, {})}
             try:
-                connection.send(json.dumps(order).encode())
+                connection.send(encode(order))
             except OSError as error:
                 raise BenchError(f"{self.system} rank {rank} is gone: {error}") from error
+
+    def send_to(self, rank: int, op: str, **values: Any) -> None:
+        """Send an order to one rank."""
+        self.connections[rank].send(encode({"op": op, **values}))
 
     def answers(self, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
         """The answers of all ranks to the last order, by rank.
@@ -124,10 +148,10 @@ class RankSet:
             left = max(0.0, end - time.monotonic())
             if not select.select([connection], [], [], left)[0]:
                 raise BenchError(f"{self.system} rank {rank}: no answer within {deadline_s:g} s")
-            data = connection.recv(_MAX_BYTES)
+            data = connection.recv(MAX_BYTES)
             if not data:
                 raise BenchError(f"{self.system} rank {rank} ended: {self._log_tail()}")
-            got[rank] = json.loads(data)
+            got[rank] = decode(data)
         failed = {rank: answer["error"] for rank, answer in got.items() if "error" in answer}
         if failed:
             rank, why = next(iter(failed.items()))
@@ -169,22 +193,22 @@ class RankSet:
 def connect(path: str, rank: int) -> socket.socket:
     """A rank's own end of the socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_BYTES)
     connection.connect(path)
-    connection.send(json.dumps({"rank": rank}).encode())
+    connection.send(encode({"rank": rank}))
     return connection
 
 
 def serve(system: Any, connection: socket.socket) -> None:
     """Obey orders until end of file. An exception becomes the answer, and the rank goes on."""
-    while data := connection.recv(_MAX_BYTES):
-        order = json.loads(data)
+    while data := connection.recv(MAX_BYTES):
+        order = decode(data)
         try:
             answer = getattr(system, f"on_{order.pop('op')}")(**order) or {}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        connection.send(json.dumps(answer).encode())
+        connection.send(encode(answer))
 
 
 def times(values: Sequence[int]) -> list[int]:

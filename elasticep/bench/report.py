@@ -20,7 +20,7 @@ from typing import Any, Final
 import click
 
 from elasticep import __version__
-from elasticep.errors import ConfigError
+from elasticep.errors import ConfigError, ElasticEPError
 
 _RESAMPLES: Final = 2000
 _CONFIDENCE: Final = 0.95
@@ -198,3 +198,23 @@ def plot(path: str, title: str, unit: str, bars: Mapping[str, Mapping[str, float
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+# ---- command line
+
+
+def run_command(command: click.Command, words: Sequence[str]) -> int:
+    """A click command with our errors as one line; returns the exit status."""
+    try:
+        command.main(
+            list(words),
+            prog_name=f"python -m elasticep.bench {command.name}",
+            standalone_mode=False,
+        )
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ElasticEPError as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0

@@ -1,0 +1,240 @@
+"""Who decides in the recovery bench: a whole cluster, or a local group whose controller we play."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, Protocol
+
+from elasticep.bench.ranks import BenchError
+from elasticep.bench.recovery_engine import Work
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig, Launch, Timeouts
+from elasticep.native.convert import geometry_struct, timeouts_struct
+from elasticep.spec import ExchangeSpec
+from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
+from elasticep.testing.local_group import LocalGroup, spread
+
+GROUP: Final = "bench"
+COPIES: Final = 2  # of every expert: no single death uncovers one
+
+
+@dataclass(slots=True)
+class Trace:
+    """Moments of one recovery that only the deciding side knows, CLOCK_MONOTONIC ns by name."""
+
+    moments: dict[str, int] = field(default_factory=dict)
+
+
+class Plane(Protocol):
+    """What the bench asks of the deciding side."""
+
+    name: str
+
+    def attach_order(self, rank: int) -> dict[str, Any]:
+        """Fields of an engine's `attach` order."""
+
+    def first_view(self) -> None:
+        """Once all engines are attached or attaching."""
+
+    def after_kill(self, victim: int, killed_ns: int) -> None:
+        """Do what a controller does; returns at once where there is one."""
+
+    def trace(self, victim: int, epoch: int, killed_ns: int) -> Trace:
+        """The recovery's moments, after it. `epoch`: of the view without the victim."""
+
+    def reopen(self, victim: int) -> None:
+        """Make the seat ready to be taken again."""
+
+    def let_in(self, victim: int) -> None:
+        """The victim's engine is attached: a view with all ranks."""
+
+    def close(self) -> None:
+        """End everything."""
+
+
+def group_config(work: Work, ranks: int, launch: str, timeouts: Timeouts) -> GroupConfig:
+    """A group whose slots hold two copies of every expert, also when one rank is away."""
+    slots = -(-COPIES * work.experts // (ranks - 1))
+    geometry = GroupGeometry(
+        layers=work.layers,
+        experts=work.experts,
+        topk=work.topk,
+        hidden=work.hidden,
+        slots_per_rank=slots,
+        max_ranks=ranks,
+    )
+    spec = ExchangeSpec.preset(
+        "ROUTED", max_tokens=work.tokens, dispatch_dtype="fp32", combine_dtype="fp32"
+    )
+    return GroupConfig(
+        name=GROUP,
+        geometry=geometry,
+        exchanges=(("bench", spec),),
+        initial_ranks=ranks,
+        timeouts=timeouts,
+        launch=Launch(launch),
+        flap_limit=0,  # the same ranks die again and again here
+    )
+
+
+class LocalPlane:
+    """No daemons, no controller, no store: what the data plane alone needs."""
+
+    name = "local"
+
+    def __init__(self, config: GroupConfig) -> None:
+        self._ranks = config.initial_ranks
+        struct = geometry_struct(config)
+        self._group = LocalGroup(struct, timeouts=timeouts_struct(config.timeouts))
+        self._slots = spread(struct, range(self._ranks), copies=COPIES)
+        self._epoch = 0
+        self._moments: dict[str, int] = {}
+
+    def attach_order(self, rank: int) -> dict[str, Any]:
+        """Socket and ticket of the local group."""
+        return {"socket": self._group.socket_path, "ticket": self._group.ticket(rank)}
+
+    def first_view(self) -> None:
+        """Stage epoch 1 on all."""
+        self._stage(range(self._ranks))
+
+    def _stage(self, members: Sequence[int], only: Sequence[int] | None = None) -> None:
+        self._epoch += 1
+        previous = self._epoch - 1
+        self._group.stage(self._epoch, previous, list(members), self._slots, only=only)
+
+    def after_kill(self, victim: int, killed_ns: int) -> None:
+        """Wait for the watcher's event, re-weight the replicas that are left, stage."""
+        group = self._group
+
+        def dead() -> list[Any]:
+            return [e for e in group.deaths if e.key == victim and e.at_ns >= killed_ns]
+
+        group.wait_for(lambda: bool(dead()), f"the death of rank {victim}")
+        self._moments = {"dead word": dead()[0].at_ns, "proposed": time.monotonic_ns()}
+        self._stage([rank for rank in range(self._ranks) if rank != victim])
+        self._moments["staged"] = time.monotonic_ns()
+
+    def trace(self, victim: int, epoch: int, killed_ns: int) -> Trace:
+        """What `after_kill` noted."""
+        return Trace(dict(self._moments))
+
+    def reopen(self, victim: int) -> None:
+        """End what is left of the worker and grant the seat anew."""
+        with suppress(AssertionError):  # inline: there is no worker
+            self._group.kill_worker(victim)
+        self._group.open_seat(victim)
+
+    def let_in(self, victim: int) -> None:
+        """Stage on the joiner first: others may see the view only when it waits for them."""
+        everyone = range(self._ranks)
+        self._stage(everyone, only=[victim])
+        self._epoch -= 1
+        self._stage(everyone, only=[rank for rank in everyone if rank != victim])
+
+    def close(self) -> None:
+        """End the workers."""
+        self._group.close()
+
+
+class ClusterPlane:
+    """etcd, a controller and two node daemons, as `elasticep up` runs them."""
+
+    name = "cluster"
+
+    def __init__(
+        self, config: GroupConfig, *, nodes: int = 2, with_controller: bool = False
+    ) -> None:
+        self._config = config.to_proto().SerializeToString().hex()
+        self._kill_controller = with_controller
+        self._nodes = nodes
+        self._cluster = Cluster(group=GROUP, ranks=config.initial_ranks, nodes=nodes)
+        self._cluster.__enter__()
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def attach_order(self, rank: int) -> dict[str, Any]:
+        """The daemon that offers the rank."""
+        return {"daemon": self._cluster.socket_of(rank), "group": GROUP, "config": self._config}
+
+    def first_view(self) -> None:
+        """The controller makes it."""
+
+    def after_kill(self, victim: int, killed_ns: int) -> None:
+        """The controller does it; kill it, too, if that is asked for."""
+        if self._kill_controller:
+            self._cluster.kill(CONTROLLER)
+
+    def trace(self, victim: int, epoch: int, killed_ns: int) -> Trace:
+        """Moments out of the logs of the daemons and the controller."""
+        self._cluster.events()
+        moments: dict[str, int] = {}
+
+        def note(name: str, at_ns: int, pick: Any) -> None:
+            moments[name] = pick(moments[name], at_ns) if name in moments else at_ns
+
+        for line in self._log_lines():
+            at_ns = self._when(line)
+            if at_ns < killed_ns:
+                continue
+            match line.get("event"):
+                case "rank.dead" if line.get("rank") == victim:
+                    note("daemon knows", at_ns, min)
+                case "view.proposed" if line.get("epoch") == epoch:
+                    note("proposed", at_ns, min)
+                case "view.staged" if line.get("epoch") == epoch:
+                    note("staged", at_ns, max)
+        return Trace(moments)
+
+    def _log_lines(self) -> list[dict[str, Any]]:
+        found = []
+        for name in (CONTROLLER, *(daemon_name(node) for node in range(self._nodes))):
+            for text in self._cluster.log(name).splitlines():
+                with suppress(ValueError):
+                    line = json.loads(text)
+                    if isinstance(line, dict):
+                        found.append(line)
+        return found
+
+    def _when(self, line: dict[str, Any]) -> int:
+        try:
+            moment = datetime.fromisoformat(str(line.get("timestamp", "")))
+        except ValueError:
+            return 0
+        return round(moment.timestamp() * 1e6) * 1000 - self._wall_offset_ns
+
+    def reopen(self, victim: int) -> None:
+        """The daemon does it."""
+
+    def let_in(self, victim: int) -> None:
+        """The controller does it."""
+
+    def close(self) -> None:
+        """End it all."""
+        self._cluster.stop()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def kill(pid: int, number: int) -> int:
+    """Send a signal; returns when, read before it was sent.
+
+    Raises:
+        BenchError: the process is gone already.
+    """
+    at_ns = time.monotonic_ns()
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        raise BenchError(f"process {pid}, which was to be killed, had ended before") from None
+    return at_ns
