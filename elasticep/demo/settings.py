@@ -7,7 +7,7 @@ from typing import Final
 from elasticep.demo.prompts import prompts
 from elasticep.errors import ConfigError
 from elasticep.geometry import GroupGeometry
-from elasticep.group import GroupConfig
+from elasticep.group import GroupConfig, Timeouts
 from elasticep.spec import ExchangeSpec
 
 EXCHANGE: Final = "decode"
@@ -149,5 +149,7 @@ class DemoSettings:
                 ),
             ),
             initial_ranks=self.ranks,
+            # A killed daemon is back before this also where two cores are busy with everything.
+            timeouts=Timeouts(node_timeout_ms=10_000),
             spare_copies=copies - 1,
         )

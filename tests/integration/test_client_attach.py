@@ -18,7 +18,7 @@ from elasticep.errors import (
     UnknownRank,
 )
 from elasticep.geometry import GroupGeometry
-from elasticep.group import GroupConfig
+from elasticep.group import GroupConfig, Timeouts
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
 
@@ -41,6 +41,7 @@ CONFIG = GroupConfig(
         ),
     ),
     initial_ranks=2,
+    timeouts=Timeouts(node_timeout_ms=20_000),  # a killed daemon is back before, on any machine
     flap_limit=0,  # seats change hands here more often than in ten minutes of any service
 )
 
