@@ -85,7 +85,7 @@ void Planner::warm(int moves) {
   if (moves > 0 && problem_.cover) moves -= cover_.protect(layer_, moves, true);
   const bool bare = !problem_.cover || cluster_.open_slots < 2 * layer_.experts;
   for (int cell = 0; cell < cluster_.cells; cell++)
-    moves -= repair_.balance(layer_, cell, target_of(cell, problem_.target_ppm), moves, bare);
+    moves -= repair_.balance(layer_, cell, target_of(cell, problem_.target_ppm), moves, bare, true);
 }
 
 // The same for replicas that share evenly: whole copies are exchanged.
@@ -120,12 +120,12 @@ void Planner::build_weighted(const std::vector<int>& experts, int cell, int64_t 
   std::vector<Bin> bins;
   const auto by_windows = [&] {
     place_bins(layer_, ranks, bins);
-    repair_.balance(layer_, cell, target, INT_MAX, true);
+    repair_.balance(layer_, cell, target, INT_MAX, true, false);
     return highest(cell);
   };
   const auto by_copies = [&] {
     pack_copies(layer_, experts, ranks, copies_below(layer_, experts, slots_of(cell), holders_of(cell), mean));
-    repair_.balance(layer_, cell, target, INT_MAX, true);
+    repair_.balance(layer_, cell, target, INT_MAX, true, false);
     return highest(cell);
   };
   if (!windows_reach_mean(cluster_, ranks, experts.size()) || !fill_windows(layer_, experts, ranks, bins)) {

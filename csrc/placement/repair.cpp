@@ -1,6 +1,7 @@
 #include "repair.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <tuple>
 
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kReceivers = 6;   // ranks tried per copy before giving up
 constexpr int kSwapRounds = 12;  // rounds of exchange and split
-constexpr std::size_t kExchanges = 64;  // pairs tried per exchange before giving up
+constexpr std::size_t kExchanges = 32;  // pairs tried per exchange before giving up
 
 int count(const std::vector<uint8_t>& set) { return static_cast<int>(std::count(set.begin(), set.end(), 1)); }
 
@@ -90,8 +91,9 @@ bool Repair::try_copies(Layer& layer, int cell, bool bare, int64_t& highest) {
   return false;
 }
 
-// Exchanges a copy of the full set with one outside of it, judged by the split that follows: two copies that differ
-// by about what the set has too much of come first.
+// Exchanges a copy of the full set with one outside of it, judged by the split that follows. First, exchanges that
+// bring an expert of the set to a rank with much room, for a copy that carries little; then those that carry over
+// about what the set has too much of.
 bool Repair::try_exchange(Layer& layer, int cell, int64_t target, int64_t& highest) {
   const auto& ranks = layer.cluster.cell_ranks[cell];
   int64_t surplus = 0;
@@ -102,53 +104,63 @@ bool Repair::try_exchange(Layer& layer, int cell, int64_t target, int64_t& highe
     for (int at = first; at < first + layer.cluster.capacity[rank]; at++)
       if (layer.slot[at] >= 0) (cut_[rank] ? inside : outside).push_back(at);
   }
-  struct Pair {
-    int64_t miss;
-    int32_t mine, theirs;
-    bool operator<(const Pair& o) const { return std::tie(miss, mine, theirs) < std::tie(o.miss, o.mine, o.theirs); }
-  };
-  std::vector<Pair> pairs;
+  std::vector<Exchange> reach, carry;
   for (int32_t mine : inside)
     for (int32_t theirs : outside) {
       const int64_t gain = layer.share[mine] - layer.share[theirs];
-      if (gain > 0) pairs.push_back({std::abs(gain - surplus), mine, theirs});
+      const int64_t room = highest - layer.rank_load[layer.rank_of(theirs)];
+      // The other copies of this expert stay inside: what they carry can follow.
+      const int64_t follow = std::min(layer.load[layer.slot[mine]] - layer.share[mine], room) + gain;
+      if (follow > 0) reach.push_back({layer.share[theirs] + layer.share[mine] - follow, mine, theirs});
+      if (gain > 0) carry.push_back({std::abs(gain - surplus), mine, theirs});
     }
-  const size_t tries = std::min(pairs.size(), kExchanges);
-  std::partial_sort(pairs.begin(), pairs.begin() + static_cast<std::ptrdiff_t>(tries), pairs.end());
-  for (size_t i = 0; i < tries; i++) {
-    const auto [miss, mine, theirs] = pairs[i];
-    if (layer.holds(layer.slot[mine], layer.rank_of(theirs)) || layer.holds(layer.slot[theirs], layer.rank_of(mine)))
-      continue;
-    layer.exchange(mine, theirs);
-    const int64_t now = flow_.run(layer, cell, next_cut_);
-    if (now < highest) {
-      highest = now;
-      cut_ = next_cut_;
-      return true;
-    }
-    layer.exchange(mine, theirs);
+  for (auto* list : {&reach, &carry}) {
+    const auto tries = static_cast<std::ptrdiff_t>(std::min(list->size(), kExchanges));
+    std::partial_sort(list->begin(), list->begin() + tries, list->end());
+    for (std::ptrdiff_t i = 0; i < tries; i++)
+      if (attempt_exchange(layer, cell, (*list)[static_cast<std::size_t>(i)], highest)) return true;
   }
   return false;
 }
 
-int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare) {
+bool Repair::attempt_exchange(Layer& layer, int cell, const Exchange& trial, int64_t& highest) {
+  const auto [cost, mine, theirs] = trial;
+  if (layer.holds(layer.slot[mine], layer.rank_of(theirs)) || layer.holds(layer.slot[theirs], layer.rank_of(mine)))
+    return false;
+  layer.exchange(mine, theirs);
+  const int64_t now = flow_.run(layer, cell, next_cut_);
+  if (now < highest) {
+    highest = now;
+    cut_ = next_cut_;
+    return true;
+  }
+  layer.exchange(mine, theirs);
+  return false;
+}
+
+int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare, bool frugal) {
   const auto& ranks = layer.cluster.cell_ranks[cell];
   int64_t highest = flow_.run(layer, cell, cut_);
   int moved = 0;
-  for (int round = 0; round < kSwapRounds && highest > target && moved < moves; round++) {
-    const size_t most = 8 * ranks.size();
-    for (size_t i = 0; i < most && highest > target && moved < moves; i++) {
-      if (!try_copies(layer, cell, bare, highest)) break;
-      moved++;
+  const auto wanted = [&](int cost) { return highest > target && moved + cost <= moves; };
+  for (int round = 0; round < kSwapRounds && wanted(1); round++) {
+    // Every step lowers the maximum or the number of ranks stuck at it; the bound is only a guard.
+    for (size_t i = 0; i < 8 * ranks.size() && wanted(1); i++) {
+      if (try_copies(layer, cell, bare, highest)) {
+        moved++;
+      } else if (frugal && wanted(2) && try_exchange(layer, cell, target, highest)) {
+        moved += 2;
+      } else {
+        break;
+      }
     }
     highest = flow_.run(layer, cell, cut_);
-    if (highest <= target || moved >= moves) break;
-    const int swapped = improve_by_swaps(layer, ranks, target, moves - moved);
-    moved += swapped;
+    if (!wanted(1)) break;
+    int swapped = improve_by_swaps(layer, ranks, target, moves - moved);
     highest = flow_.run(layer, cell, cut_);
-    if (swapped > 0) continue;
-    if (highest <= target || moved + 2 > moves || !try_exchange(layer, cell, target, highest)) break;
-    moved += 2;
+    if (swapped == 0 && !frugal && wanted(2) && try_exchange(layer, cell, target, highest)) swapped = 2;
+    if (swapped == 0) break;
+    moved += swapped;
   }
   flow_.run(layer, cell, cut_);  // the last attempt may have been taken back
   return moved;

@@ -136,7 +136,11 @@ def drift_table(cases: Sequence[Case], found: dict[str, dict[str, Summary]]) -> 
                 f"{summary.moves_percent:.3f}",
                 f"{summary.again_ms:.2f}",
             )
-    table.notes = [f"{case.name}: {case.what}" for case in cases]
+    table.notes = [
+        "split anew: the copies stay, only weights change; the greedy knows no weights",
+        "moves: copies of experts to ranks that did not hold them",
+        *dict.fromkeys(f"{case.name.split(',')[0]}: {case.what}" for case in cases),
+    ]
     return table
 
 
@@ -153,7 +157,7 @@ def goal_table(found: dict[str, dict[str, Summary]], names: Sequence[str]) -> Ta
             ("drift: worst layer afterwards", ours.after_worst, GOAL_AFTER),
             ("one death: experts lost, nothing moved", ours.lost, 0.0),
         ):
-            table.add(name, what, f"{value:.4g}", verdict(value, goal, at_least=False))
+            table.add(name, what, f"{value:.5g}", verdict(value, goal, at_least=False))
     return table
 
 

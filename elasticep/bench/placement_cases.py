@@ -211,10 +211,10 @@ def recorded(folder: Path, most_pairs: int) -> Iterator[Case]:
     if not files:
         raise ConfigError(f"{folder} holds no .npz and no .csv file with recorded loads")
     for file in files:
-        yield _domains(file, most_pairs) if file.suffix == ".npz" else _counts(file)
+        yield from _domains(file, most_pairs) if file.suffix == ".npz" else _counts(file)
 
 
-def _domains(file: Path, most_pairs: int) -> Case:
+def _domains(file: Path, most_pairs: int) -> Iterator[Case]:
     with np.load(file) as arrays:
         freq = np.asarray(arrays["freq"], np.float64)
     loads = np.rint(freq * 1e6).astype(np.int64)
@@ -225,10 +225,11 @@ def _domains(file: Path, most_pairs: int) -> Case:
         f"{file.name}: {layers} layers x {experts} experts; now and next: consecutive domains, "
         f"{len(pairs)} pairs"
     )
-    return Case("GPT-OSS 20B", pairs, 8, 2, 6, what)
+    for slots in (6, 8):  # two copies of all do not fit; they do
+        yield Case(f"GPT-OSS 20B, {slots} slots", pairs, 8, 2, slots, what)
 
 
-def _counts(file: Path) -> Case:
+def _counts(file: Path) -> Iterator[Case]:
     with file.open(newline="") as lines:
         rows = list(csv.reader(lines))
     now = np.array([[int(value) for value in row[1:]] for row in rows[1:]], np.int64)
@@ -238,4 +239,5 @@ def _counts(file: Path) -> Case:
         f"{file.name}: {now.shape[0]} layers x {now.shape[1]} experts, late layers on 8 experts "
         f"only; next: every load +-{DRIFT:.0%}, uniform"
     )
-    return Case("DeepSeek-V3 sample", ((now, following),), 32, 4, 9, what)
+    for slots in (9, 17):
+        yield Case(f"DeepSeek-V3, {slots} slots", ((now, following),), 32, 4, slots, what)

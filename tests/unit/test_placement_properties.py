@@ -100,6 +100,42 @@ def check(result, infos, loads, before=None, may_lose=False):
     if before is not None:
         changed = placement.slot_expert != before.slot_expert
         assert report.moves == (changed & (placement.slot_expert >= 0)).sum()
+        check_slots(before.slot_expert, placement.slot_expert, infos, loads.shape[1])
+
+
+def check_slots(old, new, infos, experts):
+    """What stays keeps its slot; a slot in use is overwritten only where no empty one is left."""
+    where = []
+    for table in (old, new):
+        at = np.full((*table.shape[:2], experts), -1)
+        layer, rank, slot = np.nonzero(table >= 0)
+        at[layer, rank, table[layer, rank, slot]] = slot
+        where.append(at)
+    both = (where[0] >= 0) & (where[1] >= 0)
+    assert np.array_equal(where[0][both], where[1][both])
+    exists = np.zeros(old.shape[1:], np.bool_)
+    for info in infos:
+        exists[info.rank, : info.slots] = True
+    overwritten = ((old >= 0) & (new >= 0) & (old != new)).any(axis=2)
+    left_empty = ((old < 0) & (new < 0) & exists).any(axis=2)
+    assert not (overwritten & left_empty).any()
+
+
+def check_never_below_two(result, before, infos, policy, experts):
+    """Where two copies of each fit, repair takes no expert's second copy away."""
+    staying = [info for info in infos if not info.draining]
+    if not policy.cover or not policy.weighted or sum(i.slots for i in staying) < 2 * experts:
+        return
+    repaired = np.array([layer.method == "repaired" for layer in result.report.layers])
+    old, new = (
+        Placement(
+            experts=experts,
+            slot_expert=placement.slot_expert[:, [info.rank for info in staying]],
+            slot_weight=placement.slot_weight[:, [info.rank for info in staying]],
+        ).copies()[repaired]
+        for placement in (before, result.placement)
+    )
+    assert (new >= np.minimum(old, 2)).all()
 
 
 def after_events(rng, infos, placement):
@@ -149,6 +185,7 @@ def test_rules_hold_on_100_000_random_instances():
         repaired = plan(new, left, first.placement, policy)
         check(repaired, left, new, held)
         moved += repaired.report.moves
+        check_never_below_two(repaired, held, left, policy, experts)
         for move in repaired.moves()[:20]:
             assert set(move.sources) <= {info.rank for info in left}
         planned += LAYERS
