@@ -1,6 +1,7 @@
 """`elasticep daemon`."""
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -66,6 +67,8 @@ async def _run(
     flags: dict[str, Any],
 ) -> None:
     config = load_config(DaemonConfig, file=file, flags=flags)
+    # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.runtime.daemon import Daemon
     from elasticep.runtime.limits import Limits
     from elasticep.runtime.logs import open_log

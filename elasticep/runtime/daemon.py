@@ -119,6 +119,7 @@ class Daemon:
         if not self._leave:
             await self._end_seats()
         await self._close()
+        self._log.info("daemon.stopped", left_running=self._leave or None)
 
     def stop(self) -> None:
         """End every seat, then leave nothing behind."""
@@ -299,4 +300,3 @@ class Daemon:
         with contextlib.suppress(NotImplementedError):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 asyncio.get_running_loop().remove_signal_handler(number)
-        self._log.info("daemon.stopped", left_running=self._leave or None)

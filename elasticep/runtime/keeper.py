@@ -68,6 +68,7 @@ class SeatKeeper:
         self.granted_ns = 0
         self.reserved_pid = 0
         self.killed_ns = 0  # when a fault was injected
+        self.ended_ns = 0  # when the last incarnation was expelled
         self._events: deque[seats.Event] = deque()
         self._running = False
         self._held_back = False  # EMPTY is not reported yet: the worker failed to start
@@ -169,6 +170,7 @@ class SeatKeeper:
         self.group.mark_dead(self.rank, effect.incarnation)
         if self.memory is not None:
             self.memory.header.fence(effect.incarnation, effect.epoch, effect.cause)
+        self.ended_ns = time.monotonic_ns()
         kind = effect.cause if effect.cause in _KNOWN_CAUSES else "ended"
         self.node.metrics.deaths.labels(self.group.name, kind).inc()
         self.log.warning(

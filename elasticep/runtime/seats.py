@@ -324,8 +324,9 @@ def _released(seat: Seat, event: Released) -> Next:
 
 def _exited(seat: Seat, event: Exited) -> Next:
     who = "worker" if _is_worker(seat, event.holder) else "engine"
-    changed = _gone(seat, event.holder)
-    return _end(changed, seat, f"{who} exited{event.how and f' ({event.how})'}", 0)
+    died = _half(seat, event.holder) is Half.HELD  # and its lock's word is on the way
+    cause = f"{who} died" if died else f"{who} exited{event.how and f' ({event.how})'}"
+    return _end(_gone(seat, event.holder), seat, cause, 0)
 
 
 def _ended(seat: Seat, event: Ended) -> Next:

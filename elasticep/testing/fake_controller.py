@@ -60,6 +60,30 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.create_group(request.config)
         return controller_pb2.CreateGroupResponse(created=created)
 
+    def WatchView(  # noqa: N802
+        self, request: controller_pb2.WatchViewRequest, context: Any
+    ) -> Iterator[types_pb2.View]:
+        """No views: daemons do not ask."""
+        return iter(())
+
+    def GetCluster(  # noqa: N802
+        self, request: controller_pb2.GetClusterRequest, context: Any
+    ) -> controller_pb2.GetClusterResponse:
+        """Nothing: daemons do not ask."""
+        return controller_pb2.GetClusterResponse()
+
+    def Drain(  # noqa: N802
+        self, request: controller_pb2.DrainRequest, context: Any
+    ) -> controller_pb2.DrainResponse:
+        """No effect: tests propose views themselves."""
+        return controller_pb2.DrainResponse()
+
+    def Undrain(  # noqa: N802
+        self, request: controller_pb2.UndrainRequest, context: Any
+    ) -> controller_pb2.UndrainResponse:
+        """No effect: tests propose views themselves."""
+        return controller_pb2.UndrainResponse()
+
     def Session(  # noqa: N802
         self, request_iterator: Iterator[controller_pb2.NodeMessage], context: Any
     ) -> Iterator[controller_pb2.ControllerMessage]:

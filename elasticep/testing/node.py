@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, cast
 
 import grpc
 
@@ -39,6 +39,19 @@ def wait_for(find: Callable[[], Found | None], what: str, deadline_s: float = DE
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {deadline_s:g} s")
         pause.wait(0.005)
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """The word in a failed call's ErrorInfo; `ValueError` when there is none of ours."""
+    from google.rpc.error_details_pb2 import ErrorInfo
+    from grpc_status import rpc_status
+
+    status = rpc_status.from_call(cast(grpc.Call, error))
+    info = ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info) and info.domain == "elasticep":
+            return str(info.reason)
+    raise ValueError(f"no ErrorInfo in {error}")
 
 
 class DaemonProcess:

@@ -1,7 +1,6 @@
 """From the native watcher's queue to the seats: what happened to whose lock."""
 
 import asyncio
-import time
 from typing import Final
 
 from elasticep.native.abi import EventKind
@@ -30,6 +29,7 @@ class Locks:
     def __init__(self, node: Node, registry: Registry) -> None:
         self._node = node
         self._registry = registry
+        self._measured: dict[int, int] = {}
 
     def start(self) -> None:
         """Begin to read."""
@@ -49,15 +49,19 @@ class Locks:
     def _take(self, keeper: SeatKeeper, event: LockEvent) -> None:
         # The holder writes its incarnation just after it took the lock; 0 is that moment.
         incarnation = event.incarnation or keeper.seat.incarnation
-        died = event.kind is EventKind.DIED and incarnation == keeper.seat.incarnation
-        live = keeper.seat.live
         keeper.apply(_KINDS[event.kind](event.holder, incarnation))
-        if not died or not live:
+        if event.kind is EventKind.DIED and incarnation == keeper.seat.incarnation:
+            self._measure(keeper, event.at_ns)
+
+    def _measure(self, keeper: SeatKeeper, died_ns: int) -> None:
+        """How quick the first death of an incarnation was seen and told."""
+        if self._measured.get(keeper.key) == keeper.seat.incarnation:
             return
-        metrics = self._node.metrics
-        metrics.report.observe(max(0.0, (time.monotonic_ns() - event.at_ns) * _NS))
+        self._measured[keeper.key] = keeper.seat.incarnation
+        # The process's exit may have been told of first, when the machine is busy.
+        self._node.metrics.report.observe(max(0.0, (keeper.ended_ns - died_ns) * _NS))
         if keeper.killed_ns:
-            detect_ns = event.at_ns - keeper.killed_ns
-            metrics.detect.observe(max(0.0, detect_ns * _NS))
+            detect_ns = max(0, died_ns - keeper.killed_ns)
+            self._node.metrics.detect.observe(detect_ns * _NS)
             keeper.log.info("fault.detected", detect_ms=round(detect_ns * 1e-6, 3))
             keeper.killed_ns = 0

@@ -1,0 +1,137 @@
+"""The SEQPACKET socket of a daemon: tickets, strangers, garbage."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from elasticep.native import abi
+from elasticep.testing.lab import Lab, small_config
+from elasticep.testing.node import DaemonProcess, wait_for
+
+
+def dial(daemon: DaemonProcess) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(10)
+    sock.connect(daemon.fd_socket)
+    return sock
+
+
+def message(kind: int, **values: Any) -> bytes:
+    return bytes(abi.Message(magic=abi.MESSAGE_MAGIC, type=kind, **values))
+
+
+def answer_of(sock: socket.socket) -> abi.Message | None:
+    """The daemon's answer, or None when it hung up."""
+    data = sock.recv(65536)
+    size = len(bytes(abi.Message()))
+    return abi.Message.from_buffer_copy(data[:size]) if data else None
+
+
+def test_a_ticket_opens_one_connection_once() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        ticket = daemon.attach("g", 0).ticket.encode()
+        hello = {"a": int(abi.Role.ENGINE), "text": ticket}
+        with dial(daemon) as sock:
+            sock.send(message(abi.MessageType.HELLO, **hello))
+            welcome = answer_of(sock)
+            assert welcome is not None
+            assert (welcome.type, welcome.a) == (abi.MessageType.WELCOME, 1)
+            with dial(daemon) as again:
+                again.send(message(abi.MessageType.HELLO, **hello))
+                refusal = answer_of(again)
+                assert refusal is not None
+                assert refusal.type == abi.MessageType.REFUSED
+                assert b"used" in refusal.text
+                assert answer_of(again) is None
+        # It connected and gave up before it took its lock: the seat is free again.
+        fresh = wait_for(lambda: free_ticket(daemon), "the seat to be free").encode()
+        for role, text in ((abi.Role.WORKER, fresh), (abi.Role.ENGINE, fresh), (9, b"x")):
+            with dial(daemon) as sock:
+                sock.send(message(abi.MessageType.HELLO, a=int(role), text=text))
+                refusal = answer_of(sock)
+                assert refusal is not None
+                assert refusal.type == abi.MessageType.REFUSED
+        assert lab.engine(daemon, "g", 0).up().pid
+
+
+def free_ticket(daemon: DaemonProcess) -> str:
+    try:
+        return daemon.attach("g", 0, wait_ms=100).ticket
+    except grpc.RpcError:
+        return ""
+
+
+def test_garbage_on_the_socket_costs_its_sender_the_connection_and_nothing_else() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0-1")
+        engines = lab.serve(daemon, [0, 1])
+        read_fd, write_fd = os.pipe()
+        pipe = os.readlink(f"/proc/self/fd/{read_fd}")
+        garbage = [
+            b"x",
+            b"\0" * 304,
+            b"\xff" * 60_000,
+            message(77),
+            message(abi.MessageType.HELLO, a=abi.Role.PEER),
+            message(abi.MessageType.WELCOME),
+            message(abi.MessageType.STAGED, a=1),
+            message(abi.MessageType.ADOPTED, a=99, b=7),
+            message(abi.MessageType.HELLO, a=abi.Role.WORKER, c=1, rank=0, text=b"g"),
+            message(abi.MessageType.HELLO, a=abi.Role.ENGINE, c=9, rank=9, text=b"h"),
+            message(abi.MessageType.HELLO, a=abi.Role.ENGINE, text=b"\xff" * 200),
+        ]
+        for data in garbage:
+            with dial(daemon) as sock:
+                socket.send_fds(sock, [data], [read_fd, write_fd])
+                last = answer_of(sock)
+                assert last is None or last.type == abi.MessageType.REFUSED, data[:16]
+                assert last is None or answer_of(sock) is None
+        with dial(daemon) as sock:
+            sock.send(message(abi.MessageType.FETCH, rank=3, text=b"g"))
+            fetched = answer_of(sock)
+            assert fetched is not None
+            assert (fetched.type, fetched.status) == (
+                abi.MessageType.FETCHED,
+                abi.Error.EINVAL,
+            )
+            assert b"no memory of rank 3" in fetched.text
+        os.close(read_fd)
+        os.close(write_fd)
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+        held = Path(f"/proc/{daemon.pid}/fd")
+        wait_for(
+            lambda: pipe not in {os.readlink(fd) for fd in held.iterdir() if fd.is_symlink()},
+            "every descriptor that came with garbage to be closed",
+        )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_is_turned_away() -> None:
+    with Lab() as lab:
+        daemon = lab.daemon("n0", "g:0")
+        assert os.stat(daemon.fd_socket).st_mode & 0o777 == 0o660
+        assert os.stat(daemon.grpc_socket).st_mode & 0o777 == 0o660
+        lab.folder.chmod(0o755)
+        daemon.folder.chmod(0o755)
+        os.chmod(daemon.fd_socket, 0o666)
+        code = (
+            "import os, socket, sys; os.setgid(65534); os.setuid(65534);"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]);"
+            "print(s.recv(1000)[48:].split(bytes(1))[0].decode())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, daemon.fd_socket],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert "user 65534 may not use the daemon of user 0" in done.stdout, done.stderr

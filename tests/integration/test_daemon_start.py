@@ -1,0 +1,114 @@
+"""How a daemon starts, quickly or not at all."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from elasticep.geometry import GroupGeometry
+from elasticep.spec import ExchangeSpec
+from elasticep.testing.lab import Lab, small_config
+from elasticep.testing.node import DaemonProcess
+
+
+def failed_start(daemon: DaemonProcess) -> str:
+    before = set(daemon.folder.rglob("*")) if daemon.folder.is_dir() else set()
+    daemon.start(wait=False)
+    assert daemon.process is not None
+    assert daemon.process.wait(20) == 2
+    lines = [x for x in daemon.log_path.read_text().splitlines() if x and not x.startswith("{")]
+    after = set(daemon.folder.rglob("*")) if daemon.folder.is_dir() else set()
+    assert after == before
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_failed_starts_are_one_line_and_leave_nothing() -> None:
+    with Lab() as lab, socket.create_server(("127.0.0.1", 0)) as busy:
+        lab.daemon("n0", "g:0")
+        port = busy.getsockname()[1]
+        second = lab.daemon("n0", "g:0", start=False)
+        second.log_path = lab.folder / "second.log"
+        assert "another daemon runs in" in failed_start(second)
+        cases = (
+            (("--metrics-port", str(port)), "cannot serve /metrics"),
+            (("--listen", f"127.0.0.1:{port}"), "cannot listen on"),
+            (("--listen", "0.0.0.0:7000"), "without TLS"),
+            (("--tls-cert", "/none", "--tls-key", "/none", "--tls-ca", "/none",
+              "--listen", "127.0.0.1:0"), "cannot read the TLS file"),
+            (("--orphan-after-s", "0"), "orphan_after_s"),
+            (("--seats", "nonsense"), "seats such as"),
+        )  # fmt: skip
+        for number, (flags, text) in enumerate(cases):
+            daemon = lab.daemon(f"f{number}", "g:0", *flags, start=False)
+            line = failed_start(daemon)
+            assert line.startswith("error: CONFIG_INVALID: "), line
+            assert text in line
+            assert not daemon.folder.exists()
+        (lab.folder / "file.log").touch()
+        blocked = lab.daemon("file.log", "g:0", start=False)
+        blocked.log_path = lab.folder / "blocked.log"
+        assert "cannot use the socket directory" in failed_start(blocked)
+
+
+def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> None:
+    huge = ExchangeSpec.preset("ROUTED", max_tokens=65_536)
+    geometry = GroupGeometry(
+        layers=1, experts=4, topk=2, hidden=16_384, slots_per_rank=4, max_ranks=128
+    )
+    with Lab() as lab:
+        lab.create(small_config(geometry=geometry, exchanges=(("x", huge),)))
+        daemon = lab.daemon("n0", "g:0")
+        cause = lab.dead(0, 1).cause
+        assert "needs" in cause
+        assert "are available" in cause
+        lab.dead(0, 3)
+        times = [e["timestamp"] for e in daemon.events("seat.start_failed")]
+        assert len(times) >= 3
+        from datetime import datetime
+
+        first, second, third = (datetime.fromisoformat(t.replace("Z", "")) for t in times[:3])
+        assert (second - first).total_seconds() >= 0.1
+        assert (third - second).total_seconds() >= 0.2
+
+
+def test_the_daemon_starts_quickly_and_without_torch() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter();"
+        "import elasticep.cli.daemon, elasticep.runtime.daemon, elasticep.runtime.logs;"
+        "print(time.perf_counter() - t);"
+        "print(sorted({'torch', 'numpy', 'etcd3', 'elasticep.client', 'elasticep.control'}"
+        " & set(sys.modules)))"
+    )
+    done = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    outputs = [d.stdout.splitlines() for d in done]
+    assert outputs[0][1] == "[]"
+    assert min(float(lines[0]) for lines in outputs) < 1.0  # 0.5 s on an idle machine
+
+
+def test_a_worker_imports_next_to_nothing() -> None:
+    code = (
+        "import sys, elasticep.runtime.worker;"
+        "print(sorted({'torch', 'numpy', 'grpc', 'asyncio', 'google', 'structlog', 'subprocess'}"
+        " & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    usage = subprocess.run(
+        [sys.executable, "-m", "elasticep.runtime.worker"], capture_output=True, text=True
+    )
+    assert usage.returncode == 2
+    assert "started by the daemon" in usage.stderr
+
+
+def test_the_log_of_a_daemon_is_events_with_keys(tmp_path: Path) -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        lab.ready(0)
+        events = {event["event"] for event in daemon.events()}
+        assert {"daemon.ready", "controller.connected", "memory.reserved", "seat.ready"} <= events
+        assert all(event["node"] == "n0" for event in daemon.events())
