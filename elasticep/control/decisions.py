@@ -18,6 +18,7 @@ def settle(state: GroupState, now_ms: int, out: Outcome) -> None:
     retire(state, now_ms, out)
     condemn(state, now_ms, out)
     check_staging(state, now_ms, out)
+    end_stranded(state, now_ms, out)
     retire(state, now_ms, out)  # an end may be what an adoption waited for
     if state.dirty or state.empty_since_ms:
         state.dirty = False
@@ -151,6 +152,18 @@ def _blame(
         state.end(seat, now_ms, why, out, at_once=False)
 
 
+def end_stranded(state: GroupState, now_ms: int, out: Outcome) -> None:
+    """End members that nobody can let in: they wait for a rank that runs, and none is left."""
+    view, members = state.view, state.live_members()
+    if view is None or not members or any(seat.running or not seat.heard for seat in members):
+        return
+    if any(pending.view.previous_epoch == 0 for pending in state.pending):
+        return  # the group forms: its first view needs nobody who runs
+    for seat in members:
+        why = f"nobody is left who runs a view before epoch {view.epoch}; the group forms anew"
+        state.end(seat, now_ms, why, out, at_once=False, counts=False)
+
+
 # ---- the next view
 
 
@@ -229,22 +242,26 @@ def _adopt_plan(state: GroupState, plan: Plan, now_ms: int, out: Outcome) -> Non
 
 
 def show(state: GroupState, now_ms: int, out: Outcome) -> None:
-    """Tell nodes to stage the latest view: joiners first, the others when those have."""
-    pending = state.latest_pending()
-    if pending is None:
-        return
-    members = state.live_members()
-    if not pending.shown:
-        epoch = pending.view.epoch
-        pending.shown = all(s.heard and (s.running or epoch in s.staged) for s in members)
-        pending.seen |= pending.shown
-    told: dict[str, list[int]] = {}
-    for seat in members:
-        unsent = seat.rank not in pending.sent and seat.node in state.connected
-        if unsent and (pending.shown or not seat.running):
-            pending.sent[seat.rank] = now_ms
-            told.setdefault(seat.node, []).append(seat.rank)
-    out.after.extend(ev.Propose(n, pending.view, tuple(told[n])) for n in sorted(told))
+    """Tell nodes to stage the open views, in order: joiners first, the others when those have."""
+    for pending in state.pending:
+        view = pending.view
+        members = [
+            seat
+            for member in view.members
+            if (seat := state.seats[member.rank]).incarnation == member.incarnation and seat.live
+        ]
+        if not pending.shown and view is state.view:
+            pending.shown = all(s.heard and (s.running or view.epoch in s.staged) for s in members)
+            pending.seen |= pending.shown
+        told: dict[str, list[int]] = {}
+        for seat in members:
+            unsent = seat.rank not in pending.sent and seat.node in state.connected
+            # A join that was called off does not count from that view on, but from a later one.
+            taken_in = 0 < seat.since <= view.epoch
+            if unsent and taken_in and (pending.shown or not seat.running):
+                pending.sent[seat.rank] = now_ms
+                told.setdefault(seat.node, []).append(seat.rank)
+        out.after.extend(ev.Propose(n, view, tuple(told[n])) for n in sorted(told))
 
 
 # ---- seats

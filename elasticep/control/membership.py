@@ -186,7 +186,8 @@ class Membership:
         ended = report.incarnation == seat.incarnation and bool(report.cause)
         starting = report.incarnation > 0 and not ended
         if seat.phase is Phase.JOINING and not seat.attached and starting:
-            if hello:  # the node may not have heard of the grant; it may hear of it twice
+            # The node may not have heard of the grant; it may hear of it twice.
+            if hello or report.incarnation < seat.incarnation:
                 out.after.append(ev.Grant(seat.node, seat.rank, seat.incarnation))
             seat.heard = True
         elif hello or report.incarnation == seat.incarnation:
@@ -214,8 +215,9 @@ class Membership:
         if seat is None:
             return
         pending = next((p for p in self._s.pending if p.view.epoch == event.epoch), None)
-        # A joiner whose view was called off has no first view any more.
-        if pending is None or not pending.view.holds(seat.rank, seat.incarnation) or not seat.since:
+        # A join that was called off counts from a later view on.
+        taken_in = 0 < seat.since <= event.epoch
+        if not taken_in or pending is None or not pending.view.holds(seat.rank, seat.incarnation):
             out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
         elif event.error:
             pending.errors[event.rank] = event.error

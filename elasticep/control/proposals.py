@@ -139,6 +139,10 @@ def _change(s: Situation, latest: View) -> _Change:
             change.draining.append(member)
         else:
             change.stay.append(member)
+    if change.draining and not any(s.seats[m.rank].running for m in change.stay):
+        # Somebody who runs has to let the others in; it leaves when they are.
+        change.stay = sorted((*change.stay, *change.draining))
+        change.draining = []
     change.joining = [
         seat.member
         for _, seat in sorted(s.seats.items())

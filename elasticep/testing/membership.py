@@ -131,8 +131,9 @@ class World:
                 self.connect(node.name)
 
     def connect(self, name: str) -> None:
-        """A node's session begins, or begins again."""
+        """A node's session begins, or begins again: what was on its way is lost."""
         node = self.nodes[name]
+        node.inbox.clear()
         node.up = True
         self.feed(ev.NodeHello(name, tuple(s.report() for s in node.seats.values())))
 
@@ -178,9 +179,10 @@ class World:
 
     def _grant(self, node: SimNode, grant: Grant) -> None:
         seat = node.seats[grant.rank]
-        assert grant.incarnation > seat.incarnation or seat.state is SeatState.EMPTY, (grant, seat)
         if grant.incarnation == seat.incarnation:
+            self._tell(node, seat)  # heard twice: say again where it is
             return
+        assert grant.incarnation > seat.incarnation, (grant, seat)
         assert seat.state is SeatState.EMPTY, (grant, seat)
         node.seats[grant.rank] = SimSeat(grant.rank, grant.incarnation, SeatState.READY)
         self._tell(node, node.seats[grant.rank])
@@ -249,23 +251,31 @@ class World:
             for s in ranks
             if s.state is SeatState.ATTACHED and (s.rank, s.incarnation) not in self.dead
         ]
-        views = {view.epoch: view for view in self.proposed}
+        for s in alive:
+            first = [e for e, view in s.views.items() if view.previous_epoch == 0]
+            if not s.epoch and first and not s.hung:
+                self._adopt(s, min(first))  # nobody runs an earlier view: it needs no others
         base = max((s.epoch for s in alive), default=0)
+        if any(s.hung and s.epoch == base for s in alive):
+            return base  # its cell is waited for, whether later views have it or not
+        views = {view.epoch: view for view in self.proposed}
         candidates = sorted({e for s in alive for e in s.views if e > base}, reverse=True)
-        for epoch in candidates:
+        for epoch in candidates if base else ():
             members = [s for s in alive if views[epoch].holds(s.rank, s.incarnation)]
-            needed = [s for s in members if s.epoch or not base]
-            if needed and all(epoch in s.views and not s.hung for s in needed):
+            in_both = [s for s in members if s.epoch]
+            if in_both and all(epoch in s.views and not s.hung for s in in_both):
                 for s in members:
                     if epoch in s.views:
-                        s.epoch = epoch
-                        s.views = {e: v for e, v in s.views.items() if e > epoch}
-                        node, _ = self.seat(s.rank)
-                        if node.up:
-                            event = ev.Adopted(node.name, s.rank, s.incarnation, epoch)
-                            self.feed(event)
+                        self._adopt(s, epoch)
                 return epoch
         return base
+
+    def _adopt(self, seat: SimSeat, epoch: int) -> None:
+        seat.epoch = epoch
+        seat.views = {e: v for e, v in seat.views.items() if e > epoch}
+        node, _ = self.seat(seat.rank)
+        if node.up:
+            self.feed(ev.Adopted(node.name, seat.rank, seat.incarnation, epoch))
 
     def settle(self, rounds: int = 12) -> None:
         """Deliver, meet and wait until nothing changes any more."""
