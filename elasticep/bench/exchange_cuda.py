@@ -7,20 +7,24 @@ medians over runs, the maximum over ranks.
 import argparse
 import functools
 import json
+import runpy
 import socket
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
+import click
 import torch
 import torch.distributed as dist
 
 from elasticep.bench import fleet_cuda
-from elasticep.bench.device_cuda import TORCH_DTYPES, arrived, dispatch_args
+from elasticep.bench.device_cuda import arrived, dispatch_args
+from elasticep.errors import ElasticEPError
 from elasticep.native import abi
 from elasticep.native import cuda as native
+from elasticep.wire import WireDtype
 
 LINK_GB_S: Final = 358.0
 """Store rate of NVLink between two H200 measured with all SMs, one direction."""
@@ -35,6 +39,10 @@ MODELS: Final[dict[str, tuple[int, int, int]]] = {
     "deepseek-v3": (7168, 256, 8),
 }
 """Hidden, experts, top-k."""
+
+
+class BenchError(ElasticEPError):
+    """A measurement that says nothing: the timed step was torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,6 @@ class Line:
     limit_us: float
     remote_mib: float
     nccl_us: float
-    barrier_us: float
 
 
 def prefill_cap(variant: Variant) -> int:
@@ -117,7 +124,7 @@ class Timer:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self.one = torch.ones(1, device="cuda")
 
-    def __call__(self, calls: list[Callable[[], None]], tokens: int) -> list[float]:
+    def __call__(self, calls: Sequence[Callable[[], object]], tokens: int) -> list[float]:
         """Median of each call and, last, of all of them without a gap; maximum over ranks."""
         spans: list[list[float]] = [[] for _ in range(len(calls) + 1)]
         for i in range(2 * (self.runs + 3)):
@@ -211,6 +218,63 @@ def connect(member: fleet_cuda.Member, port: int) -> tuple[int, native.CudaConte
     return rank, context
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's rows, routing and result."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens: int, hidden: int, experts: int, topk: int, seed: int) -> Self:
+        """Normal rows and uniform routing."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x = torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16()
+        scores = torch.randn(tokens, experts, device="cuda", generator=generator)
+        ids = scores.topk(topk, -1)[1].int()
+        weights = torch.rand(tokens, topk, device="cuda", generator=generator)
+        return cls(x, ids, weights, torch.empty_like(x))
+
+
+def time_nccl(timer: Timer, batch: Batch, ranks: int) -> float:
+    """All-gather of the rows and reduce-scatter of as many, in microseconds."""
+    gathered = batch.x.repeat(ranks, 1)
+    calls = [
+        functools.partial(dist.all_gather_into_tensor, gathered, batch.x),
+        functools.partial(dist.reduce_scatter_tensor, batch.out, gathered),
+    ]
+    return timer(calls, batch.x.shape[0])[-1]
+
+
+def time_exchange(timer: Timer, index: int, batch: Batch, graph: bool) -> tuple[list[float], float]:
+    """Dispatch, combine and both, then both inside a captured step; microseconds."""
+    context, tokens = timer.context, batch.x.shape[0]
+    arrived(context, index).out.normal_()
+    args = dispatch_args(index, 0, batch.x, abi.Dtype.BF16, batch.ids, batch.weights)
+
+    def send() -> None:
+        context.dispatch(args, torch.cuda.current_stream().cuda_stream)
+
+    def back() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        context.combine(index, 0, tokens, batch.out.data_ptr(), abi.Dtype.BF16, stream)
+
+    def both() -> None:
+        send()
+        back()
+
+    torch.cuda.synchronize()
+    dist.barrier()
+    times = timer([send, back], tokens)
+    result = context.result()
+    if not result.complete:
+        why = native.Why(result.fault.why).name
+        raise BenchError(f"exchange {index} with {tokens} tokens was torn: {why}")
+    return times, steady_us(context, both, tokens) if graph else 0.0
+
+
 def time_model(
     member: fleet_cuda.Member,
     model: str,
@@ -221,8 +285,13 @@ def time_model(
     plan: int = 0,
     num_sms: int = 0,
     extras: bool = True,
+    compare: str = "",
 ) -> list[dict[str, Any]]:
-    """Runs in every child: all lines of one model."""
+    """Runs in every child: all lines of one model.
+
+    Raises:
+        BenchError: a timed step was torn.
+    """
     rank, context = connect(member, port)
     context.tune(native.Plan(plan), num_sms)
     hidden, experts, topk = MODELS[model]
@@ -230,67 +299,41 @@ def time_model(
     timer = Timer(context, runs)
     lines = []
     for count in tokens:
-        generator = torch.Generator("cuda").manual_seed(100 + rank)
-        x = torch.randn(count, hidden, device="cuda", generator=generator).bfloat16()
-        scores = torch.randn(count, experts, device="cuda", generator=generator)
-        ids = scores.topk(topk, -1)[1].int()
-        weights = torch.rand(count, topk, device="cuda", generator=generator)
-        out = torch.empty_like(x)
-        gathered = torch.empty(ranks * count, hidden, dtype=x.dtype, device="cuda")
-        nccl = 0.0
-        if extras:
-            calls = [
-                functools.partial(dist.all_gather_into_tensor, gathered, x),
-                functools.partial(dist.reduce_scatter_tensor, out, gathered),
-            ]
-            nccl = timer(calls, count)[-1]
-        remote = remote_rows(ids, experts, ranks, rank)
+        batch = Batch.random(count, hidden, experts, topk, seed=100 + rank)
+        nccl = time_nccl(timer, batch, ranks) if extras else 0.0
+        remote = remote_rows(batch.ids, experts, ranks, rank)
+        fixed = {"model": model, "tokens": count, "nccl_us": nccl}
+        if compare:
+            make = runpy.run_path(compare)["make"]
+            pair = make(rank, ranks, batch.x, batch.ids, batch.weights, batch.out)
+            times = timer(list(pair), count)
+            moved = remote * hidden * 4
+            lines.append(_line(Path(compare).stem, times, 0.0, moved, fixed))
         for i, v in enumerate(VARIANTS):
             if v.name not in variants or count > prefill_cap(v):
                 continue
             index = 2 * i + (count > DECODE_CAP)
-            arrived(context, index).out.normal_()
-            args = dispatch_args(index, 0, x, abi.Dtype.BF16, ids, weights)
-
-            def send(args: native.DispatchArgs = args) -> None:
-                context.dispatch(args, torch.cuda.current_stream().cuda_stream)
-
-            def back(index: int = index, out: torch.Tensor = out) -> None:
-                stream = torch.cuda.current_stream().cuda_stream
-                context.combine(index, 0, out.shape[0], out.data_ptr(), abi.Dtype.BF16, stream)
-
-            torch.cuda.synchronize()
-            dist.barrier()
-            dispatch, combine, total = timer([send, back], count)
-            result = context.result()
-            if not result.complete:
-                raise RuntimeError(f"{v.name} {count}: torn, why {result.fault.why}")
-
-            def pair(send: Callable[[], None] = send, back: Callable[[], None] = back) -> None:
-                send()
-                back()
-
-            graph = steady_us(context, pair, count) if extras else 0.0
-            out_bytes = hidden * 2 if v.dispatch == abi.Dtype.BF16 else hidden + hidden // 32
-            moved = remote * (out_bytes + hidden * 2)
-            lines.append(
-                asdict(
-                    Line(
-                        model=model,
-                        variant=v.name,
-                        tokens=count,
-                        total_us=total,
-                        dispatch_us=dispatch,
-                        combine_us=combine,
-                        graph_us=graph,
-                        limit_us=moved / LINK_GB_S / 1e3 + 2 * FLAG_US,
-                        remote_mib=moved / 2**20,
-                        nccl_us=nccl,
-                        barrier_us=result.barrier_ns / 1e3,
-                    )
-                )
-            )
+            times, graph = time_exchange(timer, index, batch, extras)
+            there = WireDtype(v.dispatch.name.lower()).row_bytes(hidden)
+            lines.append(_line(v.name, times, graph, remote * (there + hidden * 2), fixed))
     return lines
+
+
+def _line(
+    variant: str, times: list[float], graph_us: float, moved: int, fixed: dict[str, Any]
+) -> dict[str, Any]:
+    """A line; `times` are dispatch, combine and both, `moved` the bytes that cross the link."""
+    line = Line(
+        variant=variant,
+        total_us=times[2],
+        dispatch_us=times[0],
+        combine_us=times[1],
+        graph_us=graph_us,
+        limit_us=moved / LINK_GB_S / 1e3 + 2 * FLAG_US,
+        remote_mib=moved / 2**20,
+        **fixed,
+    )
+    return asdict(line)
 
 
 def free_port() -> int:
@@ -334,29 +377,59 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench exchange --device cuda`."""
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Draws total time over tokens, a panel per model, NCCL and the link's limit beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = sorted({x["model"] for x in lines})
+    figure, panels = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False)
+    for axes, model in zip(panels[0], models, strict=True):
+        mine = [x for x in lines if x["model"] == model]
+        for name in dict.fromkeys(x["variant"] for x in mine):
+            own = [x for x in mine if x["variant"] == name]
+            axes.plot([x["tokens"] for x in own], [x["total_us"] for x in own], "o-", label=name)
+        routed = [x for x in mine if x["variant"] == VARIANTS[0].name]
+        tokens = [x["tokens"] for x in routed]
+        axes.plot(tokens, [x["nccl_us"] for x in routed], "s--", label="NCCL")
+        axes.plot(tokens, [x["limit_us"] for x in routed], ":", label="limit of the link")
+        axes.set(title=model, xlabel="tokens per rank", ylabel="dispatch + combine, us")
+        axes.set(xscale="log", yscale="log")
+        axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m elasticep.bench exchange --device cuda ...`; prints the table."""
+    parser = argparse.ArgumentParser(prog="bench exchange --device cuda", description=__doc__)
+    parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 64, 128, 512, 4096])
     names = [v.name for v in VARIANTS]
     parser.add_argument("--variants", nargs="*", default=names, choices=names)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--num-sms", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the lines to this file as well")
-
-
-def run(arguments: argparse.Namespace) -> str:
-    """Measures and returns the table."""
-    lines = measure(
-        arguments.models,
-        arguments.tokens,
-        arguments.variants,
-        runs=arguments.runs,
-        num_sms=arguments.num_sms,
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        help="Python file whose make(rank, ranks, x, ids, weights, out) "
+        "gives (dispatch, combine), timed in the same loop",
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(lines, indent=1))
-    return table(lines)
-
-
-__all__ = ["TORCH_DTYPES", "add_arguments", "measure", "run", "table", "time_model"]
+    parser.add_argument("--json", type=Path, help="write the lines to this file as well")
+    parser.add_argument("--png", type=Path, help="draw them into this file")
+    given = parser.parse_args(list(arguments))
+    if native.device_count() < 2:
+        click.echo("bench exchange --device cuda needs two CUDA devices", err=True)
+        return 1
+    compare = str(given.compare.resolve()) if given.compare else ""
+    options = {"runs": given.runs, "num_sms": given.num_sms, "compare": compare}
+    lines = measure(given.models, given.tokens, given.variants, **options)
+    if given.json:
+        given.json.write_text(json.dumps(lines, indent=1))
+    if given.png:
+        plot(lines, given.png)
+    click.echo(table(lines))
+    return 0
