@@ -23,7 +23,7 @@ namespace {
 struct Decider {
   const BarrierInput& in;
 
-  bool dead(u32 rank, u32 inc) const { return in.dead[rank].load(std::memory_order_acquire) >= inc; }
+  bool dead(u32 rank, u32 inc) const { return kFaultChecks && in.dead[rank].load(std::memory_order_acquire) >= inc; }
   // The cell of exactly this incarnation.
   const CellCopy* cell(u32 rank, u32 inc) const {
     const CellCopy& c = in.cells[rank];

@@ -88,7 +88,7 @@ inline void raise_to(Atomic<u32>& word, u32 value) {
 void failpoint_hit(Failpoint& failpoint);
 // One relaxed load where nothing is armed.
 inline void failpoint(Header& h, u32 site) {
-  if (__builtin_expect(h.failpoint.site.load(std::memory_order_relaxed) == site, 0)) failpoint_hit(h.failpoint);
+  if (kFaultChecks && __builtin_expect(h.failpoint.site.load(std::memory_order_relaxed) == site, 0)) failpoint_hit(h.failpoint);
 }
 
 // Wakes whoever sleeps on any word of this header, so that it looks at dead/fenced again.

@@ -12,6 +12,12 @@ using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
 
+// 0 builds the yardstick of `python -m elasticep.bench steady`: a core that never looks at who died, left or was fenced.
+#ifndef EP_FAULT_CHECKS
+#define EP_FAULT_CHECKS 1
+#endif
+constexpr bool kFaultChecks = EP_FAULT_CHECKS;
+
 constexpr u64 kAlign = 256;
 constexpr u32 kCellViews = 1 + EP_BANKS - 1;  // the running epoch and every later staged one
 

@@ -109,21 +109,28 @@ class EngineRank:
         self.session.verify(self.rank)
 
     def on_run(self, runs: int, repeat: int) -> dict[str, list[int]]:
-        """`runs` steps of `repeat` exchanges each: ns per exchange, ns per step barrier."""
+        """`runs` steps of `repeat` exchanges: ns per exchange, per step barrier, per whole step."""
         session = self.session
         assert session is not None
-        exchange_ns, barrier_ns = [], []
+        exchange_ns, barrier_ns, step_ns = [], [], []
         for _ in range(runs):
             before = time.monotonic_ns()
             session.begin(session.case.tokens)
             start = time.monotonic_ns()
             for _ in range(repeat):
                 session.round_trip()
-            exchange_ns.append((time.monotonic_ns() - start) // repeat)
+            end = time.monotonic_ns()
+            complete = session.end()
+            step_ns.append(time.monotonic_ns() - before)
+            exchange_ns.append((end - start) // repeat)
             barrier_ns.append(start - before)
-            if not session.end():
+            if not complete:
                 raise WrongResult("a step is not complete though nothing failed")
-        return {"ns": ranks.times(exchange_ns), "barrier_ns": ranks.times(barrier_ns)}
+        return {
+            "ns": ranks.times(exchange_ns),
+            "barrier_ns": ranks.times(barrier_ns),
+            "step_ns": ranks.times(step_ns),
+        }
 
     def on_memcpy(self, runs: int, repeat: int) -> dict[str, list[int]]:
         """Plain copies of the bytes that cross a link, in step with the other ranks."""

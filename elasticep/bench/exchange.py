@@ -7,8 +7,9 @@ layout, counts, waiting and sums; but not the expert kernel. Median over runs, m
 """
 
 import contextlib
+import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -124,7 +125,14 @@ def group_config(preset: str, case: Case, launch: str) -> GroupConfig:
 class OurGroup:
     """A local group and its engines, ready to run one preset's exchange."""
 
-    def __init__(self, engines: ranks.RankSet, case: Case, preset: str, launch: str) -> None:
+    def __init__(
+        self,
+        engines: ranks.RankSet,
+        case: Case,
+        preset: str,
+        launch: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         spec = spec_of(preset, case)
         copies = {Copies.ALL: "all", Copies.PER_RANK: "per_rank", Copies.PER_EXPERT: "per_expert"}
         back_per_expert = spec.reduce is Reduce.PER_EXPERT
@@ -134,7 +142,8 @@ class OurGroup:
         ]
         self._engines = engines
         struct = geometry_struct(group_config(preset, case, launch))
-        self._group = LocalGroup(struct)
+        with _environment(env or {}):  # workers inherit it
+            self._group = LocalGroup(struct)
         try:
             each = {
                 rank: {
@@ -157,6 +166,20 @@ class OurGroup:
         with contextlib.suppress(ElasticEPError):
             self._engines.call("leave")
         self._group.close()
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @dataclass(slots=True)

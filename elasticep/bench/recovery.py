@@ -139,6 +139,7 @@ def one_kill(fleet: Fleet, plane: Plane, victim: int, what: str, rng: random.Ran
     number = signal.SIGSTOP if what == "hang" else signal.SIGKILL
     worker = fleet.ranks[victim].worker
     pid = fleet.engines.pid(victim) if what == "engine" else worker
+    plane.before_kill()
     killed_ns = recovery_planes.kill(pid, number)
     plane.after_kill(victim, killed_ns)
     fleet.wait(

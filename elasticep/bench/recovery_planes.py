@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
 from elasticep.testing.local_group import LocalGroup, spread
 
 GROUP: Final = "bench"
+_READY_TIMEOUT_S: Final = 40.0
 COPIES: Final = 2  # of every expert: no single death uncovers one
 
 
@@ -39,6 +41,9 @@ class Plane(Protocol):
 
     def first_view(self) -> None:
         """Once all engines are attached or attaching."""
+
+    def before_kill(self) -> None:
+        """Kill what is to die with the rank."""
 
     def after_kill(self, victim: int, killed_ns: int) -> None:
         """Do what a controller does; returns at once where there is one."""
@@ -107,6 +112,9 @@ class LocalPlane:
         previous = self._epoch - 1
         self._group.stage(self._epoch, previous, list(members), self._slots, only=only)
 
+    def before_kill(self) -> None:
+        """Nothing else is there."""
+
     def after_kill(self, victim: int, killed_ns: int) -> None:
         """Wait for the watcher's event, re-weight the replicas that are left, stage."""
         group = self._group
@@ -163,10 +171,16 @@ class ClusterPlane:
     def first_view(self) -> None:
         """The controller makes it."""
 
-    def after_kill(self, victim: int, killed_ns: int) -> None:
-        """The controller does it; kill it, too, if that is asked for."""
+    def before_kill(self) -> None:
+        """Kill the controller if that is asked for, just before, so that it cannot act any more."""
         if self._kill_controller:
-            self._cluster.kill(CONTROLLER)
+            self._cluster.wait_for(
+                lambda: CONTROLLER in self._cluster.pids, _READY_TIMEOUT_S, "the controller is up"
+            )
+            kill(self._cluster.pids.pop(CONTROLLER), signal.SIGKILL)
+
+    def after_kill(self, victim: int, killed_ns: int) -> None:
+        """The controller does it."""
 
     def trace(self, victim: int, epoch: int, killed_ns: int) -> Trace:
         """Moments out of the logs of the daemons and the controller."""

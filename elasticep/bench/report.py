@@ -135,7 +135,11 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return format(self, ".2f")
+
+    def __format__(self, spec: str) -> str:
+        low, high = format(self.low, spec), format(self.high, spec)
+        return f"{format(self.median, spec)} [{low}, {high}]"
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:

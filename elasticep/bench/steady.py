@@ -1,0 +1,106 @@
+"""`python -m elasticep.bench steady --against DIR`: two builds of the native core, pair by pair.
+
+Meant for the cost of fault tolerance when nothing fails: this build against one without its checks
+(dead, leave and fence words, wait records), `-DEP_FAULT_CHECKS=0`; and for proving that a change of
+the core pays. Two groups with their engines stand side by side and run in turn: steps of one, the
+same steps of the other, the order swapped from pair to pair.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from elasticep.bench import ranks, report
+from elasticep.bench.case import Case
+from elasticep.bench.exchange import ENGINE, OurGroup
+from elasticep.errors import ConfigError
+from elasticep.native.library import CORE_NAME, LIBRARY_DIR
+
+GOAL: Final = 1.02
+_SAMPLE_S: Final = 0.1  # steps of one side of a pair
+
+
+class Side:
+    """A group whose processes load their core from one folder."""
+
+    def __init__(self, folder: Path, case: Case, preset: str, launch: str, exchanges: int) -> None:
+        if not (folder / CORE_NAME).is_file():
+            raise ConfigError(f"{folder} has no {CORE_NAME}; see docs/benchmarks.md for a build")
+        env = {"ELASTICEP_LIBRARY_DIR": str(folder.resolve())}
+        self._exchanges = exchanges
+        with contextlib.ExitStack() as stack:
+            self._engines = stack.enter_context(ranks.RankSet(ENGINE, case.ranks, env=env))
+            group = OurGroup(self._engines, case, preset, launch, env)
+            stack.callback(group.close)
+            self._stack = stack.pop_all()
+
+    def step_ns(self, steps: int) -> float:
+        """Ns per whole step: the median over `steps`, the maximum over ranks."""
+        answers = self._engines.call("run", runs=steps, repeat=self._exchanges)
+        return max(float(statistics.median(answer["step_ns"])) for answer in answers)
+
+    def close(self) -> None:
+        """End the group and its engines."""
+        self._stack.close()
+
+
+def compare(ours: Side, other: Side, pairs: int) -> tuple[list[float], list[float]]:
+    """Ns per step of both sides, pair by pair."""
+    once = max(ours.step_ns(3), other.step_ns(3)) / 1e9
+    steps = max(1, min(200, round(_SAMPLE_S / once)))
+    found: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs):
+        order = ((0, ours), (1, other))
+        for i, side in order if pair % 2 else reversed(order):
+            found[i].append(side.step_ns(steps))
+    return found
+
+
+@click.command(name="steady", help=__doc__)
+@click.option("--against", type=click.Path(path_type=Path), required=True,
+              help="Folder of the other libelasticep_core.so.")  # fmt: skip
+@click.option("--preset", default="ROUTED", show_default=True)
+@click.option("--ranks", "count", default=8, show_default=True)
+@click.option("--tokens", default=64, show_default=True)
+@click.option("--hidden", default=5120, show_default=True)
+@click.option("--experts", default=384, show_default=True)
+@click.option("--topk", default=6, show_default=True)
+@click.option("--exchanges", default=8, show_default=True, help="Of a step.")
+@click.option("--launch", type=click.Choice(["service", "inline"]), default="service")
+@click.option("--pairs", default=60, show_default=True)
+@click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
+def _command(**options: Any) -> None:
+    sizes = {name: options[name] for name in ("tokens", "hidden", "experts", "topk")}
+    case = Case(ranks=options["count"], **sizes)
+    rest = (case, options["preset"].upper(), options["launch"], options["exchanges"])
+    result = report.Report("steady")
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for folder in (LIBRARY_DIR, options["against"]):
+            sides.append(Side(folder, *rest))
+            stack.callback(sides[-1].close)
+        ours, other = compare(sides[0], sides[1], options["pairs"])
+    ratio = report.paired_ratio(ours, other)
+    table = report.Table(
+        f"time of a step, this core / the other: {case.ranks} ranks, {case.tokens} tokens of "
+        f"{case.hidden}, {rest[1]}, {rest[2]}, {rest[3]} exchanges",
+        ["pairs", "median ratio [95% interval]", "goal"],
+    )
+    table.add(len(ours), f"{ratio:.4f}", report.verdict(ratio.median, GOAL, at_least=False))
+    result.tables.append(table)
+    result.figures = {
+        "case": case.to_dict(),
+        "ratio": [ratio.median, ratio.low, ratio.high],
+        "ours_ns": ours,
+        "other_ns": other,
+    }
+    result.finish(options["output"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the bench; returns the exit status."""
+    return report.run_command(_command, arguments)
