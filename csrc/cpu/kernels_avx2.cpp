@@ -6,6 +6,8 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #pragma GCC target("avx2")
+// Nobody looks at floating-point exceptions; loops with selects need that to become vector code.
+#pragma GCC optimize("no-trapping-math")
 #define EP_KERNELS avx2
 #define EP_TABLE avx2_kernels
 #define EP_VECTOR __m256i

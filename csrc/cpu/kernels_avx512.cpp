@@ -6,6 +6,8 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512cd,prefer-vector-width=512")
+// Nobody looks at floating-point exceptions; loops with selects need that to become vector code.
+#pragma GCC optimize("no-trapping-math")
 #define EP_KERNELS avx512
 #define EP_TABLE avx512_kernels
 #define EP_VECTOR __m512i

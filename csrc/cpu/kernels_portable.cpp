@@ -7,6 +7,8 @@
 #include <emmintrin.h>
 #endif
 
+// Nobody looks at floating-point exceptions; loops with selects need that to become vector code.
+#pragma GCC optimize("no-trapping-math")
 #define EP_KERNELS portable
 #define EP_TABLE portable_kernels
 #ifdef __SSE2__
