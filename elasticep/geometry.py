@@ -178,12 +178,12 @@ def source_rows(spec: ExchangeSpec, geometry: GroupGeometry) -> int:
 def rows_of_room(spec: ExchangeSpec, geometry: GroupGeometry, ranks: int) -> int:
     """Rows of the tensor that the expert kernel is given, whatever arrives.
 
-    arrival, routed: G * cap. masked: slots * room, where room is G * cap unless `masked_room` is
-    set. contiguous: all (token, expert) pairs, G * cap * min(k, slots), and 127 rows of padding
-    for each slot, as a multiple of 128. With `cpu_sync` the tensor is cut to the rows that came;
-    the room behind it stays reserved.
+    arrival, routed: G * cap, with replicated input cap. masked: slots * room, where room is
+    G * cap unless `masked_room` is set. contiguous: all (token, expert) pairs,
+    G * cap * min(k, slots), and 127 rows of padding for each slot, as a multiple of 128.
+    With `cpu_sync` the tensor is cut to the rows that came; the room behind it stays reserved.
     """
-    arriving = ranks * spec.max_tokens
+    arriving = (1 if spec.replicated_input else ranks) * spec.max_tokens
     slots = geometry.slots_per_rank
     if spec.layout is Layout.MASKED:
         return slots * (arriving if spec.masked_room is None else spec.masked_room)

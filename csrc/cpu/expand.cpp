@@ -33,7 +33,7 @@ Expansion::Expansion(const ep_geometry& g, const ep_exchange_config& x, const Ch
       expanded_scales_(data + l.expanded_scales), ids_(reinterpret_cast<int32_t*>(data + l.recv_ids)),
       places_(reinterpret_cast<int32_t*>(data + l.expanded_of)), counts_(reinterpret_cast<int32_t*>(data + l.slot_counts)),
       offsets_(reinterpret_cast<int32_t*>(data + l.slot_offsets)), row_slots_(reinterpret_cast<int32_t*>(data + l.row_slots)),
-      contiguous_(x.layout == EP_LAYOUT_CONTIGUOUS) {}
+      contiguous_(x.layout == EP_LAYOUT_CONTIGUOUS), stream_(streams(landing.arrived * l.row_bytes)) {}
 
 int Expansion::plan() {
   u64 at = 0, rows = 0;
@@ -69,8 +69,7 @@ void Expansion::take(u64 row) {
   kernels.spread(to, count, rows_ + row * l_.row_bytes, l_.row_bytes, stream_);
 }
 
-void Expansion::append(u64 row) {
-  const u64 place = landing_.arrived++;
+void Expansion::append(u64 row, u64 place) {
   places_[row * g_.topk] = int32_t(place);
   u8* to = expanded_ + place * l_.row_bytes;
   kernels.spread(&to, 1, rows_ + row * l_.row_bytes, l_.row_bytes, stream_);

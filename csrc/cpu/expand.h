@@ -13,8 +13,8 @@ class Expansion {
   int plan();
   // Row `row` (of all sources' rows) to each of its places here.
   void take(u64 row);
-  // Exact arrival: row `row` is the next of a tensor without gaps.
-  void append(u64 row);
+  // Exact arrival: row `row` becomes row `place` of a tensor without gaps.
+  void append(u64 row, u64 place);
   // Contiguous: zeros where a run was padded, labels for all rows.
   void finish();
 
@@ -29,7 +29,7 @@ class Expansion {
   Landing& landing_;
   u8 *rows_, *scales_, *expanded_, *expanded_scales_;
   int32_t *ids_, *places_, *counts_, *offsets_, *row_slots_;
-  bool contiguous_, stream_ = false;
+  bool contiguous_, stream_;
 };
 
 }  // namespace ep

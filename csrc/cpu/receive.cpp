@@ -27,71 +27,90 @@ void each_run(const u64* bits, u64 n, F f) {
 
 }  // namespace
 
-// Step 4. Everything in the sources' areas is checked: in a step that is about to tear it may be anything.
-int Runner::take_rows(Flight& f, u32 channel, u64* arrived, u32* source_tokens) {
+// Whether every member is at this layer with a number of tokens that can be; tears the step otherwise.
+int Runner::check_arrivals(const Flight& f, u32 channel, u32* source_tokens) {
   const auto& x = g_.exchange[f.exchange];
-  const ChannelLayout& l = layout_.channel[f.exchange][channel];
-  Landing& landing = landings_[f.exchange][channel];
   const u32* members = view_->tables.head->incarnation;
-  u8* data = own_.data;
-  auto arrivals = reinterpret_cast<Arrival*>(data + l.arrival);
-  char text[256];
+  auto arrivals = reinterpret_cast<Arrival*>(own_.data + layout_.channel[f.exchange][channel].arrival);
   for (u32 source = 0; source < g_.max_ranks; ++source) {
     source_tokens[source] = members[source] ? arrivals[source].tokens : 0;
     if (!members[source]) continue;
     const bool differs = x.replicated && source_tokens[source] != f.tokens;
     if (source_tokens[source] <= x.max_tokens && arrivals[source].layer == f.layer && !differs) continue;
+    char text[192];
     snprintf(text, sizeof text, "rank %u is at layer %u with %u tokens, this rank at layer %u%s", source, arrivals[source].layer, source_tokens[source],
              f.layer, differs ? " with another number of them, and input is replicated" : "");
     tear(text);
     return torn_status();
   }
+  return 0;
+}
+
+// Step 4. Everything in the sources' areas is checked: in a step that is about to tear it may be anything.
+int Runner::take_rows(Flight& f, u32 channel, u64* arrived, u32* source_tokens) {
+  if (int bad = check_arrivals(f, channel, source_tokens)) return bad;
+  const auto& x = g_.exchange[f.exchange];
+  const ChannelLayout& l = layout_.channel[f.exchange][channel];
+  Landing& landing = landings_[f.exchange][channel];
   std::fill(landing.tally.begin(), landing.tally.end(), 0);
   landing.arrived = 0;
-  const u64 k = g_.topk, per_token = x.copies == EP_COPIES_PER_EXPERT ? k : 1;
-  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, exact = !expands && l.expanded_rows;
-  if (x.replicated) {
-    take_replicated(f, l, landing);
-  } else {
-    auto ids = reinterpret_cast<int32_t*>(data + l.recv_ids), tail_slots = reinterpret_cast<int32_t*>(data + l.tail_slots);
-    auto weights = reinterpret_cast<float*>(data + l.recv_weights), tail_weights = reinterpret_cast<float*>(data + l.tail_weights);
-    u64 came = 0;
-    for (u32 source = 0; source < g_.max_ranks; ++source) {
-      const u64 at = u64(source) * l.source_rows, rows = source_tokens[source] * per_token;
-      each_run(reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words, rows, [&](u64 first, u64 count, bool set) {
-        const u64 from = (at + first) * k, to = exact ? came * k : from;
-        if (set) {
-          kernels.take_tails(ids + to, weights + to, tail_slots + from, tail_weights + from, count * k, g_.slots);
-          for (u64 i = to; i < to + count * k; ++i) ++landing.tally[1 + ids[i]];
-          came += count;
-        } else if (!exact) {
-          std::fill_n(ids + to, count * k, -1);
-          std::fill_n(weights + to, count * k, 0.0f);
-        }
-      });
-      if (exact) continue;
-      for (u64 i = (at + rows) * k; i < (at + landing.filled[source]) * k; ++i) ids[i] = -1, weights[i] = 0.0f;
-      landing.filled[source] = u32(rows);
-    }
-    *arrived = came;
-  }
-  memcpy(data + l.slot_counts, landing.tally.data() + 1, g_.slots * 4);
-  if (x.replicated) *arrived = landing.arrived;
-  if (!l.expanded_rows) return 0;
+  x.replicated ? take_replicated(f, l, landing) : take_tails(x, l, landing, source_tokens);
+  memcpy(own_.data + l.slot_counts, landing.tally.data() + 1, g_.slots * 4);
+  *arrived = landing.arrived;
+  return l.expanded_rows ? lay_out(f, l, landing, source_tokens) : 0;
+}
 
-  Expansion expansion(g_, x, l, data, landing);
-  const int full = expands ? expansion.plan() : -1;
+// Ids and weights of rows that came, -1 and 0 for the others, and how many rows each slot has.
+void Runner::take_tails(const ep_exchange_config& x, const ChannelLayout& l, Landing& landing, const u32* source_tokens) {
+  u8* data = own_.data;
+  const u64 k = g_.topk, per_token = x.copies == EP_COPIES_PER_EXPERT ? k : 1;
+  const bool by_expert = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, exact = !by_expert && l.expanded_rows;
+  auto ids = reinterpret_cast<int32_t*>(data + l.recv_ids), tail_slots = reinterpret_cast<int32_t*>(data + l.tail_slots);
+  auto weights = reinterpret_cast<float*>(data + l.recv_weights), tail_weights = reinterpret_cast<float*>(data + l.tail_weights);
+  auto places = reinterpret_cast<int32_t*>(data + l.expanded_of);
+  auto absent = [&](u64 first, u64 count) {
+    std::fill_n(ids + first * k, count * k, -1);
+    std::fill_n(weights + first * k, count * k, 0.0f);
+    if (by_expert) std::fill_n(places + first * k, count * k, -1);
+  };
+  for (u32 source = 0; source < g_.max_ranks; ++source) {
+    const u64 at = u64(source) * l.source_rows, rows = source_tokens[source] * per_token;
+    each_run(reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words, rows, [&](u64 first, u64 count, bool set) {
+      const u64 from = (at + first) * k, to = exact ? landing.arrived * k : from;
+      if (set) {
+        kernels.take_tails(ids + to, weights + to, tail_slots + from, tail_weights + from, count * k, g_.slots);
+        for (u64 i = to; i < to + count * k; ++i) ++landing.tally[1 + ids[i]];
+        landing.arrived += count;
+      } else if (!exact) {
+        absent(at + first, count);
+      }
+    });
+    if (exact) continue;
+    if (rows < landing.filled[source]) absent(at + rows, landing.filled[source] - rows);
+    landing.filled[source] = u32(rows);
+  }
+}
+
+// Rows in the order of the expert kernel. A slot that has more of them than room tears the step: no row is dropped.
+int Runner::lay_out(const Flight& f, const ChannelLayout& l, Landing& landing, const u32* source_tokens) {
+  const auto& x = g_.exchange[f.exchange];
+  const bool by_expert = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED;
+  const u64 per_token = x.copies == EP_COPIES_PER_EXPERT ? g_.topk : 1;
+  Expansion expansion(g_, x, l, own_.data, landing);
+  const int full = by_expert ? expansion.plan() : -1;
   if (full >= 0) {
     const int32_t expert = view_->tables.slots[(u64(f.layer) * g_.max_ranks + me_) * g_.slots + u32(full)];
+    char text[192];
     snprintf(text, sizeof text, "expert %d (slot %d of rank %u, layer %u) gets %d rows, but masked_room is %llu; raise masked_room or leave it out", expert,
              full, me_, f.layer, landing.tally[1 + full], (unsigned long long)l.room);
     tear(text);
     return fail(EP_ECAP, "step %llu is torn: %s", (unsigned long long)step_, text);
   }
+  u64 place = 0;
   for (u32 source = 0; source < g_.max_ranks; ++source) {
     const u64 at = u64(source) * l.source_rows;
-    each_run(reinterpret_cast<u64*>(data + l.bitmap) + source * l.bitmap_words, source_tokens[source] * per_token, [&](u64 first, u64 count, bool set) {
-      for (u64 row = at + first; set && row < at + first + count; ++row) expands ? expansion.take(row) : expansion.append(row);
+    each_run(reinterpret_cast<u64*>(own_.data + l.bitmap) + source * l.bitmap_words, source_tokens[source] * per_token, [&](u64 first, u64 count, bool set) {
+      for (u64 row = at + first; set && row < at + first + count; ++row) by_expert ? expansion.take(row) : expansion.append(row, place++);
     });
   }
   expansion.finish();

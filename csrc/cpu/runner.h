@@ -124,6 +124,9 @@ class Runner {
   void keep_rows(const Dispatch& d, Flight& f);
   void announce(u32 to, const Dispatch& d, const Flight& f);
   int take_rows(Flight& f, u32 channel, u64* arrived, u32* source_tokens);
+  int check_arrivals(const Flight& f, u32 channel, u32* source_tokens);
+  void take_tails(const ep_exchange_config& x, const ChannelLayout& l, Landing& landing, const u32* source_tokens);
+  int lay_out(const Flight& f, const ChannelLayout& l, Landing& landing, const u32* source_tokens);
   void take_replicated(const Flight& f, const ChannelLayout& l, Landing& landing);
   void finish_outputs(Flight& f, u32 channel);
   u32 addends_of(const Flight& f, const ChannelLayout& l, u32 token, Addend* out) const;

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange", "Received"]
 
+_Rows = tuple[torch.Tensor, torch.Tensor | None, float]  # x, its scales, global scale
 _CODES: Final = {
     torch.float32: abi.Dtype.FP32,
     torch.float16: abi.Dtype.FP16,
@@ -85,16 +86,23 @@ class Exchange:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         *,
+        x_scales: torch.Tensor | None = None,
+        global_scale: float = 1.0,
         channel: int = 0,
     ) -> Received:
         """Send this rank's tokens to their experts and take in those that come here.
 
         Args:
             layer: MoE layer, 0-based.
-            x: `[tokens, H]`, contiguous, on the CPU, of the exchange's dispatch dtype (any of
-                fp32, fp16 and bf16 where rows are quantised). Zero tokens are fine.
+            x: `[tokens, H]`, contiguous, on the CPU, of the exchange's dispatch dtype; where that
+                is quantised any of fp32, fp16 and bf16, or with `x_scales` rows that are quantised
+                already (nvfp4: uint8 `[tokens, H / 2]`). Zero tokens are fine.
             topk_ids: int64 or int32 `[tokens, K]`: logical experts, -1 = no expert.
             topk_weights: float32 `[tokens, K]`.
+            x_scales: `[tokens, H / block]`, float32 for fp8 and uint8 for mxfp8 and nvfp4: rows
+                and scales are carried as they are.
+            global_scale: nvfp4: value = element * scale * this. Rows are quantised by it, or were.
+                A kernel that takes one for all rows needs the same on all ranks.
             channel: set of buffers, for two-batch overlap.
 
         Raises:
@@ -104,7 +112,7 @@ class Exchange:
             ExpertsLost: a token needs an expert that no member holds, and the policy is `refuse`.
             StepTorn: the step is torn.
         """
-        tensors = self._start(layer, x, topk_ids, topk_weights, channel)
+        tensors = self._start(layer, (x, x_scales, global_scale), topk_ids, topk_weights, channel)
         flight = self._flights[channel]
         assert flight is not None
         lost = self._lost_buffer(flight)
@@ -122,10 +130,12 @@ class Exchange:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         *,
+        x_scales: torch.Tensor | None = None,
+        global_scale: float = 1.0,
         channel: int = 0,
     ) -> None:
         """The first half of `dispatch`: send, wait for nothing. Arguments and errors are its."""
-        tensors = self._start(layer, x, topk_ids, topk_weights, channel)
+        tensors = self._start(layer, (x, x_scales, global_scale), topk_ids, topk_weights, channel)
         try:
             self._handle.dispatch_send(self._number, channel, layer, tensors)
         except ElasticEPError as error:
@@ -193,7 +203,7 @@ class Exchange:
     def _start(
         self,
         layer: int,
-        x: torch.Tensor,
+        rows: _Rows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         channel: int,
@@ -217,8 +227,9 @@ class Exchange:
                 f"dispatch for layer {layer} while the exchange of layer {flight.layer} is under "
                 f"way on channel {channel} of exchange {self.name!r}; combine it first"
             )
-        tensors = self._check_input(x, topk_ids, topk_weights)
-        self._flights[channel] = _Flight(step, layer, tensors.tokens, x.dtype)
+        tensors = self._check_input(rows, topk_ids, topk_weights)
+        result = rows[0].dtype if rows[1] is None else torch.bfloat16
+        self._flights[channel] = _Flight(step, layer, tensors.tokens, result)
         step._open_exchanges.add((self._number, channel))
         return tensors
 
@@ -253,25 +264,22 @@ class Exchange:
 
     # ---- tensors in
 
-    def _check_input(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> DispatchInput:
+    def _check_input(self, rows: _Rows, ids: torch.Tensor, weights: torch.Tensor) -> DispatchInput:
+        x, scales, global_scale = rows
         geometry = self._session.config.geometry
-        wire = self.spec.dispatch_dtype
-        allowed = tuple(_CODES) if wire.quantised else (WIRE[wire],)
-        if x.dtype not in allowed:
-            self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
+        width = self._check_rows(x, scales)
         if ids.dtype not in (torch.int64, torch.int32):
             self._wrong("topk_ids", f"dtype {ids.dtype}", "torch.int64 or torch.int32")
         if weights.dtype != torch.float32:
             self._wrong("topk_weights", f"dtype {weights.dtype}", "torch.float32")
-        if x.dim() != 2 or x.shape[1] != geometry.hidden:
-            self._wrong("x", f"shape {list(x.shape)}", f"[tokens, {geometry.hidden}]")
+        if x.dim() != 2 or x.shape[1] != width:
+            self._wrong("x", f"shape {list(x.shape)}", f"[tokens, {width}]")
         tokens = x.shape[0]
         for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
             if tensor.shape != (tokens, geometry.topk):
                 self._wrong(name, f"shape {list(tensor.shape)}", f"[{tokens}, {geometry.topk}]")
-        for name, tensor in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+        named = [("x", x), ("topk_ids", ids), ("topk_weights", weights)]
+        for name, tensor in named if scales is None else [*named, ("x_scales", scales)]:
             if tensor.device.type != "cpu":
                 self._wrong(
                     name, f"device {tensor.device}", "the CPU, where this group's memory is"
@@ -285,12 +293,32 @@ class Exchange:
             )
         return DispatchInput(
             x.data_ptr() or None,
-            _CODES[x.dtype].value,
+            (_CODES[x.dtype] if scales is None else abi.Dtype[self.spec.dispatch_dtype.name]).value,
             ids.data_ptr() or None,
             ids.element_size(),
             weights.data_ptr() or None,
             tokens,
+            None if scales is None else scales.data_ptr() or None,
+            global_scale,
         )
+
+    def _check_rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> int:
+        """Dtypes, and shape of the scales; gives the elements of a row of x."""
+        hidden, wire = self._session.config.geometry.hidden, self.spec.dispatch_dtype
+        allowed = (WIRE[wire],) if scales is not None or not wire.quantised else tuple(_CODES)
+        if x.dtype not in allowed:
+            self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
+        if scales is None:
+            return hidden
+        if not wire.quantised:
+            self._wrong("x_scales", "scales", f"none: rows are {wire.value}")
+        of_scale = torch.float32 if wire.row_format.scale_bytes == 4 else torch.uint8
+        if scales.dtype != of_scale:
+            self._wrong("x_scales", f"dtype {scales.dtype}", str(of_scale))
+        shape = [len(x), hidden // wire.row_format.block]
+        if list(scales.shape) != shape:
+            self._wrong("x_scales", f"shape {list(scales.shape)}", str(shape))
+        return hidden * wire.row_format.bits // 8
 
     def _wrong(self, name: str, has: str, needs: str) -> NoReturn:
         raise TensorError(f"{name} of exchange {self.name!r} has {has}; it needs {needs}")

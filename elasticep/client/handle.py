@@ -78,7 +78,9 @@ class SessionHandle(Protocol):
 class DispatchInput:
     """Addresses and types of what one rank brings to an exchange."""
 
-    __slots__ = ("ids", "ids_bytes", "tokens", "weights", "x", "x_dtype")
+    __slots__ = (
+        *("global_scale", "ids", "ids_bytes", "scales", "tokens", "weights", "x", "x_dtype"),
+    )
 
     def __init__(
         self,
@@ -88,7 +90,11 @@ class DispatchInput:
         ids_bytes: int,
         weights: int | None,
         tokens: int,
+        scales: int | None = None,
+        global_scale: float = 1.0,
     ) -> None:
+        self.scales = scales
+        self.global_scale = global_scale
         self.x = x
         self.x_dtype = x_dtype
         self.ids = ids
@@ -149,8 +155,9 @@ class NativeHandle:
     ) -> None:
         """Send rows."""
         t = tensors
-        code = self._api.ep_dispatch_send(
-            self._session, exchange, channel, layer, t.x, t.x_dtype, t.ids, t.ids_bytes,
+        rows = abi.Rows(t.x, t.scales, t.x_dtype, t.global_scale)
+        code = self._api.ep_dispatch_send_rows(
+            self._session, exchange, channel, layer, ctypes.byref(rows), t.ids, t.ids_bytes,
             t.weights, t.tokens,
         )  # fmt: skip
         self._check(code, _DISPATCH)
@@ -171,13 +178,9 @@ class NativeHandle:
         out: abi.Received,
         lost: int | None,
     ) -> None:
-        """Send rows and wait for rows, with one doorbell."""
-        t = tensors
-        code = self._api.ep_dispatch(
-            self._session, exchange, channel, layer, t.x, t.x_dtype, t.ids, t.ids_bytes,
-            t.weights, t.tokens, ctypes.byref(out), lost,
-        )  # fmt: skip
-        self._check(code, _DISPATCH)
+        """Send rows and wait for rows; under `service` the one doorbell is in the sending half."""
+        self.dispatch_send(exchange, channel, layer, tensors)
+        self.dispatch_recv(exchange, channel, out, lost)
 
     def combine_send(self, exchange: int, channel: int) -> None:
         """Say that this rank's outputs are ready."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from elasticep.testing.raw import Delivered, RawSession
 from elasticep.testing.reference import Floats
 
 T = TypeVar("T")
+Placement = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]
+"""Slot tables [layers, max_ranks, slots]: experts, -1 = empty, and dispatch weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,7 @@ def make_batch(
     return Batch(x, ids, rng.random(shape).astype(np.float32))
 
 
-def random_placement(
-    geometry: abi.Geometry, members: Sequence[int], seed: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+def random_placement(geometry: abi.Geometry, members: Sequence[int], seed: int) -> Placement:
     """Every expert at least once, the other slots random or empty, and uneven weights of copies."""
     rng = np.random.default_rng(seed)
     table = np.full((geometry.layers, geometry.max_ranks, geometry.slots), -1, np.int32)
@@ -86,7 +86,7 @@ class World:
         geometry: abi.Geometry,
         *,
         members: Sequence[int] | None = None,
-        placement: tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]] | None = None,
+        placement: Placement | None = None,
         timeouts: abi.Timeouts | None = None,
     ) -> None:
         self.geometry = geometry
@@ -98,9 +98,9 @@ class World:
         if placement is None:
             table = spread(geometry, self.members)
             placement = table, equal_weights(table, self.members)
-        self.table, self.weights = placement
-        self.epoch = 1
-        self.group.stage(1, 0, self.members, self.table, self.weights)
+        self.epoch = 0
+        self._placements: dict[int, Placement] = {}
+        self.restage(placement)
         rng = np.random.default_rng(geometry.experts)
         # Powers of two and small sums of them, so that few results round alike by chance.
         self.factors = rng.integers(1, 256, (geometry.layers, geometry.experts)) / np.float32(64)
@@ -129,40 +129,46 @@ class World:
         wait(calls.values())
         return {rank: future.result() for rank, future in calls.items()}
 
-    def restage(self, placement: tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]) -> None:
-        """Stage the next view with another placement."""
-        self.table, self.weights = placement
+    def restage(self, placement: Placement, members: Sequence[int] | None = None) -> None:
+        """Stage the next view with another placement, and other members if given."""
+        self.members = self.members if members is None else list(members)
         self.epoch += 1
-        self.group.stage(self.epoch, self.epoch - 1, self.members, self.table, self.weights)
+        self._placements[self.epoch] = placement
+        self.group.stage(self.epoch, self.epoch - 1, self.members, *placement)
 
-    def slot_factors(self, rank: int, layer: int) -> Floats:
+    def table(self, epoch: int = 0) -> npt.NDArray[np.int32]:
+        """int32 [layers, max_ranks, slots] of a view; epoch 0 stands for the last one staged."""
+        return self._placements[epoch or self.epoch][0]
+
+    def slot_factors(self, rank: int, layer: int, epoch: int = 0) -> Floats:
         """float32 [slots]: factors of the experts that the rank holds."""
-        experts_here = self.table[layer, rank]
+        experts_here = self.table(epoch)[layer, rank]
         return np.where(experts_here < 0, np.nan, self.factors[layer, experts_here]).astype(
             np.float32
         )
 
     def serve(
-        self, batch: Batch, rank: int, layer: int, step: int
+        self, batch: Batch, rank: int, layer: int, step: int, epoch: int = 0
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Ranks and slots that serve a rank's batch."""
         points = reference.split_points(len(batch.ids), rank, layer, step)
-        return reference.serve(batch.ids, self.table[layer], self.weights[layer], points)
+        table, weights = self._placements[epoch or self.epoch]
+        return reference.serve(batch.ids, table[layer], weights[layer], points)
 
-    def compute(self, got: Delivered, number: int, rank: int, layer: int, **wire: Any) -> None:
+    def compute(self, got: Delivered, number: int, rank: int, layer: int, epoch: int = 0) -> None:
         """Be the expert kernels of a rank."""
         spec = self.geometry.exchange[number]
-        kind = experts.Wire.of(spec, **wire)
-        experts.compute(got, spec, kind, self.slot_factors(rank, layer), self.geometry.hidden)
+        factors = self.slot_factors(rank, layer, epoch)
+        experts.compute(got, spec, experts.Wire.of(spec), factors, self.geometry.hidden)
 
     def expected(
-        self, number: int, batch: Batch, rank: int, layer: int, step: int, **wire: Any
+        self, number: int, batch: Batch, rank: int, layer: int, step: int, epoch: int = 0
     ) -> Floats:
         """What combine must give a rank, to the bit."""
         spec = self.geometry.exchange[number]
         home = 0 if spec.replicated else rank
-        ranks, _ = self.serve(batch, home, layer, step)
-        kind = experts.Wire.of(spec, **wire)
+        ranks, _ = self.serve(batch, home, layer, step, epoch)
+        kind = experts.Wire.of(spec)
         factors = self.factors[layer]
         return experts.expected(batch.x, batch.ids, batch.weights, ranks, spec, kind, factors)
 

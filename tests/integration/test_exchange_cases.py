@@ -309,8 +309,8 @@ def test_a_full_masked_block_tears_and_says_which(launch: int) -> None:
     spec = exchange(layout=abi.RowLayout.MASKED, masked_room=4, reduce=abi.Reduce.PER_EXPERT)
     g = geometry(2, spec, launch=launch)
     with World(g) as world:
-        owner = int(np.argwhere(world.table[0] == 5)[0, 0])
-        slot = int(np.argwhere(world.table[0] == 5)[0, 1])
+        owner = int(np.argwhere(world.table()[0] == 5)[0, 0])
+        slot = int(np.argwhere(world.table()[0] == 5)[0, 1])
 
         def run(rank: int, session: RawSession) -> str:
             b = make_batch(g, 3, rank)

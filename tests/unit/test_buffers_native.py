@@ -37,7 +37,6 @@ def reserved(exchanges: list[ExchangeSpec], launch: Launch) -> int:
 def test_buffers_are_what_is_reserved(
     preset: str, reduce: str, channels: int, launch: Launch
 ) -> None:
-    base = ExchangeSpec.preset("ROUTED", max_tokens=1)
     spec = ExchangeSpec.preset(
         preset,
         max_tokens=100,
@@ -46,6 +45,32 @@ def test_buffers_are_what_is_reserved(
         reduce=reduce,
         channels=channels,
     )
+    check(spec, launch)
+
+
+@pytest.mark.parametrize("launch", list(Launch))
+@pytest.mark.parametrize("reduce", ["per_rank", "per_expert"])
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("ROUTED", {"combine_dtype": "fp8"}),
+        ("EXPAND", {"combine_dtype": "fp8", "dispatch_dtype": "nvfp4"}),
+        ("NORMAL", {"combine_dtype": "fp8", "dispatch_dtype": "mxfp8"}),
+        ("EXPAND", {"dispatch_dtype": "fp8", "scale_layout": "columns", "masked_room": 67}),
+        ("EXPAND", {"dispatch_dtype": "fp8", "scale_layout": "packed", "masked_room": 67}),
+        ("EXPAND_SYNC", {"dispatch_dtype": "mxfp8", "scale_layout": "packed"}),
+        ("ALLGATHER", {"replicated_input": True}),
+    ],
+)
+def test_buffers_of_formats_and_scale_layouts(
+    preset: str, changes: dict[str, object], reduce: str, launch: Launch
+) -> None:
+    check(ExchangeSpec.preset(preset, max_tokens=100, reduce=reduce, **changes), launch)
+
+
+def check(spec: ExchangeSpec, launch: Launch) -> None:
+    base = ExchangeSpec.preset("ROUTED", max_tokens=1)
+    channels = spec.channels
     grown = reserved([base, spec], launch) - reserved([base], launch)
     planned = buffers(spec, GEOMETRY, service=launch is Launch.SERVICE).total
     slack = len(spec.parts()) * channels * PARTS_PER_CHANNEL * ROUNDING + 4096

@@ -362,3 +362,25 @@ class TestVllm:
     def test_unknown(self) -> None:
         with pytest.raises(SpecError, match="no value 'gather'"):
             from_vllm("gather")
+
+
+@pytest.mark.parametrize(
+    ("preset", "wire", "scales", "reason"),
+    [
+        ("EXPAND", "mxfp8", "columns", "is for fp8 rows"),
+        ("EXPAND", "nvfp4", "packed", "is for fp8 and mxfp8 rows"),
+        ("ROUTED", "fp8", "columns", "rows by expert"),
+        ("EXPAND", "bf16", "packed", "dispatch_dtype='bf16'"),
+    ],
+)
+def test_scale_layouts_that_nothing_reads_are_refused(
+    preset: str, wire: str, scales: str, reason: str
+) -> None:
+    with pytest.raises(SpecError, match=reason):
+        ExchangeSpec.preset(preset, dispatch_dtype=wire, scale_layout=scales)
+
+
+def test_scale_layouts_that_kernels_read() -> None:
+    for wire, scales in (("fp8", "columns"), ("fp8", "packed"), ("mxfp8", "packed")):
+        spec = ExchangeSpec.preset("EXPAND_SYNC", dispatch_dtype=wire, scale_layout=scales)
+        assert ExchangeSpec.from_dict(spec.to_dict()) == spec
