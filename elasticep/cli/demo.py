@@ -7,6 +7,7 @@ import sys
 import click
 
 from elasticep.demo.display import choose_display
+from elasticep.demo.scenario import Scenario
 from elasticep.demo.settings import DemoSettings, Kill
 
 
@@ -18,13 +19,19 @@ def _stop(number: int, _: object) -> None:
 @click.option("--ranks", default=4, show_default=True, help="Engines, one rank each.")
 @click.option("--nodes", type=int, help="Node daemons; default: 2, or 1 for a single rank.")
 @click.option(
+    "--scenario",
+    type=click.Choice([scenario.value for scenario in Scenario]),
+    default=Scenario.KILL.value,
+    show_default=True,
+    help="kill; rejoin: the killed rank comes back; scale: two ranks more, then three fewer; "
+    "drain: a rank is taken out of service.",
+)
+@click.option(
     "--kill",
     type=click.Choice([kill.value for kill in Kill]),
-    default=Kill.WORKER.value,
-    show_default=True,
-    help="What is killed with SIGKILL.",
+    help="What is killed with SIGKILL.  [default: worker; none in scale and drain]",
 )
-@click.option("--at", type=int, help="Step of the kill; default: the middle of the answers.")
+@click.option("--at", type=int, help="Step at which it happens; default: amid the answers.")
 @click.option("--tokens", default=40, show_default=True, help="Tokens to answer to each request.")
 @click.option("--seed", default=13, show_default=True, help="Of the model's weights.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
@@ -32,7 +39,8 @@ def _stop(number: int, _: object) -> None:
 def command(
     ranks: int,
     nodes: int | None,
-    kill: str,
+    scenario: str,
+    kill: str | None,
     at: int | None,
     tokens: int,
     seed: int,
@@ -48,7 +56,8 @@ def command(
     settings = DemoSettings(
         ranks=ranks,
         nodes=min(2, ranks) if nodes is None else nodes,
-        kill=Kill(kill),
+        scenario=Scenario(scenario),
+        kill=Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE)),
         at=at,
         tokens=tokens,
         seed=seed,

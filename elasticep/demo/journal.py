@@ -60,6 +60,13 @@ class Journal:
         ]
         self._alive = set(ranks)
 
+    def add(self, prompts: Sequence[Sequence[int]], max_new: int, rank: int) -> list[Assignment]:
+        """New requests for a rank that joins, or joins again."""
+        self._alive.add(rank)
+        first = len(self.entries)
+        self.entries += [Entry(tuple(prompt), max_new, rank) for prompt in prompts]
+        return [a for a in self.of(rank) if a.request >= first]
+
     @property
     def done(self) -> bool:
         """Whether every answer is whole."""

@@ -7,7 +7,10 @@ by themselves; the parent hears what they tell it and moves requests of a dead r
 import os
 import selectors
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,7 +18,8 @@ from elasticep.demo.display import Display, Progress, RankLine
 from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.report import Report
-from elasticep.demo.settings import DemoSettings, Kill
+from elasticep.demo.scenario import script
+from elasticep.demo.settings import REQUESTS_PER_RANK, DemoSettings, Kill
 from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
@@ -39,19 +43,27 @@ class Demo:
     def __init__(self, settings: DemoSettings, display: Display) -> None:
         self._settings = settings
         self._display = display
-        self._cluster = Cluster(group=settings.group_config().name, ranks=settings.ranks,
-                                nodes=settings.nodes)  # fmt: skip
+        self._cluster = Cluster(
+            group=settings.group_config().name, ranks=settings.max_ranks, nodes=settings.nodes
+        )
         self._engines: dict[int, EngineProcess] = {}
         self._model: Any = None
         self._selector = selectors.DefaultSelector()
         self._deadline = time.monotonic() + settings.timeout_s
         ranks = range(settings.ranks)
-        self._journal = Journal(settings.prompts, settings.tokens, ranks)
+        early = settings.prompts[: settings.ranks * REQUESTS_PER_RANK]
+        self._late = settings.prompts[len(early) :]
+        self._journal = Journal(early, settings.tokens, ranks)
         self._lines = {rank: RankLine(rank, self._cluster.node_of(rank)) for rank in ranks}
         self._progress = Progress(
             list(self._lines.values()), len(settings.prompts) * settings.tokens
         )
         self._watch: KillWatch | None = None
+        self._inside_step: int | None = None
+        self._draining: subprocess.Popen[bytes] | None = None
+        self.victim, self.ranks = settings.victim, settings.ranks
+        idle = settings.scenario.kills and settings.kill is Kill.NONE
+        self._script = None if idle else script(settings.scenario, self)
         self._recovery_told = False
         self._restarted = False
         self._torn: list[tuple[int, int]] = []
@@ -103,19 +115,20 @@ class Demo:
         self._display.event("the cluster is up")
         self._selector.register(self._cluster, selectors.EVENT_READ, None)
         for rank in self._lines:
-            self._fork(rank)
+            self._fork(rank, first=True)
         self._display.event(f"forked {s.ranks} engines")
 
-    def _fork(self, rank: int) -> None:
+    def _fork(self, rank: int, *, first: bool) -> None:
         s = self._settings
         engine = fork_engine(
             rank,
             self._cluster.socket_of(rank),
             s,
             self._model,
+            first=first,
             log=self._cluster.folder / f"engine-{rank}.log",
             inherited=[self._cluster.fileno(), self._selector.fileno()]
-            + [other.pipe.fileno() for other in self._engines.values()],
+            + [other.pipe.fileno() for other in self._engines.values() if other.pipe.open],
         )
         self._engines[rank] = engine
         self._selector.register(engine.pipe, selectors.EVENT_READ, rank)
@@ -140,8 +153,22 @@ class Demo:
                 self._hear_cluster()
             else:
                 self._hear(key.data)
+        self._advance()
         self._progress.ranks = list(self._lines.values())
         self._display.progress(self._progress)
+
+    def _advance(self) -> None:
+        if self._script is not None:
+            try:
+                next(self._script)
+            except StopIteration:
+                self._script = None
+        draining = self._draining
+        if draining is not None and draining.poll() is not None:
+            self._draining = None
+            said = draining.communicate()[0].decode().strip()
+            if draining.returncode:
+                raise Unavailable(f"the drain failed: {said}")
 
     def _hear_cluster(self) -> None:
         for event in self._cluster.events():
@@ -197,7 +224,8 @@ class Demo:
             self._tell_recovery()
 
     def _on_inside(self, rank: int, message: Message) -> None:
-        self._kill(message["step"])
+        self._inside_step = message["step"]
+        self._advance()  # now: while the step is open
 
     def _on_fenced(self, rank: int, message: Message) -> None:
         self._display.event(f"rank {rank} is fenced: {message['why']}")
@@ -210,8 +238,52 @@ class Demo:
 
     # ---- the kill
 
-    def _kill(self, step: int) -> None:
-        s = self._settings
+    def reached(self) -> bool:
+        """Whether decoding is where the scenario begins."""
+        return self._inside_step is not None
+
+    def recovered(self) -> bool:
+        """Whether every survivor completed a step after the kill, and what was killed is back."""
+        watch = self._watch
+        back = not self._killed_unit or self._restarted
+        return watch is not None and watch.recovered and back
+
+    def open(self, rank: int) -> None:
+        """Start a new engine on a rank and give it requests of its own."""
+        again = rank in self._engines
+        if again:
+            self._engines[rank].end()
+        self._lines[rank] = RankLine(rank, self._cluster.node_of(rank))
+        mine, self._late = self._late[:REQUESTS_PER_RANK], self._late[REQUESTS_PER_RANK:]
+        self._journal.add(mine, self._settings.tokens, rank)
+        self._fork(rank, first=False)
+        self._display.event(f"a new engine takes rank {rank}" + (" again" if again else ""))
+
+    def serves(self, rank: int) -> bool:
+        """Whether a rank has completed a step since it was opened."""
+        return self._lines[rank].step > 0
+
+    def drain(self, ranks: Sequence[int]) -> None:
+        """Ask the controller to take ranks out of service, as an operator would."""
+        named = ",".join(str(rank) for rank in ranks)
+        controller = f"unix://{self._cluster.folder}/controller.sock"
+        group = self._settings.group_config().name
+        self._draining = subprocess.Popen(
+            [sys.executable, "-m", "elasticep.cli.main", "drain", group, named,
+             "--controllers", controller, "--reason", "the demo"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._display.event(f"elasticep drain {group} {named}")
+
+    def gone(self, rank: int) -> bool:
+        """Whether the rank's engine has left."""
+        return self._lines[rank].state == "dead"
+
+    def kill(self) -> None:
+        """Kill what was asked for."""
+        s, step = self._settings, self._inside_step
         victim, engine = s.victim, self._engines[s.victim]
         losing = s.kill.costs_a_rank
         survivors = frozenset(rank for rank in self._lines if not losing or rank != victim)
@@ -269,10 +341,7 @@ class Demo:
     def _finished(self) -> bool:
         if not self._journal.done:
             return False
-        if self._settings.kill is Kill.NONE:
-            return True
-        recovered = self._watch is not None and self._watch.recovered
-        return recovered and (not self._killed_unit or self._restarted)
+        return self._script is None and self._draining is None
 
     def _stop_engines(self) -> None:
         """All leave after the same step, so that nobody waits for one who is gone."""
@@ -316,6 +385,7 @@ class Demo:
 
     def _details(self, margin: float, differing: list[int], replay_errors: int) -> dict[str, Any]:
         return {
+            "scenario": self._settings.scenario.value,
             "victim": self._victim_name(),
             "min_margin": margin,
             "requests": len(self._journal.entries),
@@ -329,6 +399,9 @@ class Demo:
     def _end(self) -> None:
         for engine in self._engines.values():
             engine.end()
+        if self._draining is not None:
+            self._draining.kill()
+            self._draining.wait()
         self._cluster.stop()
         self._selector.close()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticep.demo.prompts import prompts
+from elasticep.demo.scenario import Scenario
 from elasticep.errors import ConfigError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Timeouts
@@ -52,8 +53,9 @@ class DemoSettings:
     Attributes:
         ranks: engines, one rank each.
         nodes: daemons.
+        scenario: what happens.
         kill: what is killed.
-        at: step at which it is killed; None: in the middle of the answers.
+        at: step at which it happens; None: in the middle of the answers.
         tokens: tokens to answer to each request.
         seed: of the model's weights.
         timeout_s: when to give up.
@@ -61,6 +63,7 @@ class DemoSettings:
 
     ranks: int = 4
     nodes: int = 2
+    scenario: Scenario = Scenario.KILL
     kill: Kill = Kill.WORKER
     at: int | None = None
     tokens: int = 40
@@ -80,6 +83,27 @@ class DemoSettings:
                 f"--kill {self.kill} with one rank leaves nobody to take its requests over; "
                 "use --ranks 2 or more"
             )
+        if self.scenario.kills is (self.kill is Kill.NONE) and self.scenario is not Scenario.KILL:
+            raise ConfigError(
+                f"--scenario {self.scenario} with --kill {self.kill}: "
+                + (
+                    "rejoin needs a worker or an engine that is killed"
+                    if self.scenario.kills
+                    else "nothing is killed in it; leave --kill away"
+                )
+            )
+        if self.scenario is Scenario.REJOIN and not self.kill.costs_a_rank:
+            raise ConfigError(
+                f"--scenario rejoin with --kill {self.kill}: no rank is lost that could come back; "
+                "use --kill worker or engine"
+            )
+        if self.scenario is not Scenario.KILL and self.ranks == 1:
+            raise ConfigError(f"--scenario {self.scenario} needs --ranks 2 or more")
+        if self.max_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"--scenario scale goes from {self.ranks} to {self.max_ranks} ranks; use --ranks "
+                f"{MAX_RANKS - 2} or fewer"
+            )
         if self.at is not None and not 1 <= self.at < self.steps_needed:
             raise ConfigError(
                 f"--at is {self.at}; the answers take {self.steps_needed} steps, so use 1 to "
@@ -87,9 +111,23 @@ class DemoSettings:
             )
 
     @property
+    def max_ranks(self) -> int:
+        """Seats of the group."""
+        return self.ranks + 2 if self.scenario is Scenario.SCALE else self.ranks
+
+    @property
+    def _fewest_ranks(self) -> int:
+        return max(1, self.ranks - 1) if self.scenario is Scenario.SCALE else self.ranks
+
+    @property
+    def joiners(self) -> int:
+        """Ranks that are opened during the run."""
+        return {Scenario.REJOIN: 1, Scenario.SCALE: 2}.get(self.scenario, 0)
+
+    @property
     def prompts(self) -> list[bytes]:
-        """All requests."""
-        return prompts(self.ranks * REQUESTS_PER_RANK)
+        """All requests: those of the first ranks, then those that joiners bring."""
+        return prompts((self.ranks + self.joiners) * REQUESTS_PER_RANK)
 
     @property
     def longest_prompt(self) -> int:
@@ -117,9 +155,10 @@ class DemoSettings:
         """The rank that is killed, or whose daemon is."""
         return self.ranks // 2
 
-    def kills(self, rank: int) -> bool:
-        """Whether it is this rank whose progress decides when something is killed."""
-        return self.kill is not Kill.NONE and rank == self.victim
+    def starts_scenario(self, rank: int) -> bool:
+        """Whether it is this rank whose progress decides when the scenario begins."""
+        idle = self.scenario is Scenario.KILL and self.kill is Kill.NONE
+        return not idle and rank == self.victim
 
     def group_config(self) -> GroupConfig:
         """The group: every expert twice, so that any one rank can go."""
@@ -133,8 +172,8 @@ class DemoSettings:
                 topk=sizes.topk,
                 hidden=sizes.hidden,
                 # One slot more than the copies need: two of an expert never share a rank.
-                slots_per_rank=-(-copies * sizes.experts // self.ranks) + 1,
-                max_ranks=self.ranks,
+                slots_per_rank=-(-copies * sizes.experts // self._fewest_ranks) + 1,
+                max_ranks=self.max_ranks,
             ),
             exchanges=(
                 (

@@ -51,7 +51,14 @@ def preload() -> None:
 
 
 def fork_engine(
-    rank: int, socket: str, settings: DemoSettings, model: Any, *, log: Path, inherited: list[int]
+    rank: int,
+    socket: str,
+    settings: DemoSettings,
+    model: Any,
+    *,
+    first: bool,
+    log: Path,
+    inherited: list[int],
 ) -> EngineProcess:
     """Fork an engine for `rank`. It dies with this process.
 
@@ -60,6 +67,7 @@ def fork_engine(
         socket: of its daemon.
         settings: of the run.
         model: shared with this process, copied on write.
+        first: whether the rank's first engine, which tells when the scenario begins.
         log: gets what it prints.
         inherited: this process's descriptors that are none of the engine's business.
     """
@@ -72,7 +80,7 @@ def fork_engine(
         try:
             for fd in (*inherited, ours.fileno()):
                 os.close(fd)
-            status = _become(parent, rank, socket, settings, model, theirs, log)
+            status = _become(parent, rank, socket, settings, model, theirs, first, log)
         except BaseException:  # nothing of the parent's may run on in the child
             os.write(2, traceback.format_exc().encode())
         finally:
@@ -88,6 +96,7 @@ def _become(
     settings: DemoSettings,
     model: Any,
     theirs: Pipe,
+    first: bool,
     log: Path,
 ) -> int:
     from elasticep.demo.engine import EngineSettings, run_engine
@@ -107,6 +116,6 @@ def _become(
         rows=ROWS,
         length=settings.length,
         attach_timeout_s=settings.timeout_s / 2,
-        tell_at=settings.kill_at if settings.kills(rank) else None,
+        tell_at=settings.kill_at if first and settings.starts_scenario(rank) else None,
     )
     return run_engine(engine, model, theirs)

@@ -83,6 +83,19 @@ def run_demo(folder: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.parametrize(("scenario", "epochs"), [("rejoin", [1, 2, 3]), ("scale", [1, 2, 3, 4])])
+def test_ranks_come_back_join_and_are_drained_under_load(
+    folder: Path, scenario: str, epochs: list[int]
+) -> None:
+    """Same seat under a new incarnation; 4 ranks, then 6, then 3: no request lost, no token changed.
+
+    Two joiners may come in with one view or with one each, so an epoch may be missing.
+    """
+    report = run_demo(folder, "--ranks", "4", "--scenario", scenario, "--tokens", "12")
+    assert report["epochs"][-1] in (epochs[-1], epochs[-1] - 1)
+    assert report["details"]["scenario"] == scenario
+
+
 @pytest.mark.parametrize(("kill", "ranks"), [("worker", 8), ("engine", 4)])
 def test_dead_rank_costs_no_request_and_changes_no_token(
     folder: Path, kill: str, ranks: int

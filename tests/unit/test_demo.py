@@ -16,6 +16,7 @@ from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.prompts import prompts
 from elasticep.demo.report import Report
+from elasticep.demo.scenario import Scenario, script
 from elasticep.demo.settings import DemoSettings, Kill
 from elasticep.demo.wire import assignment_fields, assignment_from, pipe
 from elasticep.errors import ConfigError, UsageError
@@ -272,3 +273,85 @@ def test_live_display_shows_ranks_rate_and_timeline() -> None:
     assert "happening 19" in text
     last_picture = text[text.rindex("timeline") :]
     assert "happening 5\n" not in last_picture
+
+
+# ---- scenarios
+
+
+class StageDouble:
+    """Does what scripts ask for at once, and writes it down."""
+
+    victim, ranks = 2, 4
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = False
+
+    def reached(self) -> bool:
+        return self.now
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+    def recovered(self) -> bool:
+        return self.now
+
+    def open(self, rank: int) -> None:
+        self.log.append(f"open {rank}")
+
+    def serves(self, rank: int) -> bool:
+        return self.now
+
+    def drain(self, ranks: object) -> None:
+        self.log.append(f"drain {ranks}")
+
+    def gone(self, rank: int) -> bool:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("scenario", "log"),
+    [
+        (Scenario.KILL, ["kill"]),
+        (Scenario.REJOIN, ["kill", "open 2"]),
+        (Scenario.SCALE, ["open 4", "open 5", "drain [3, 4, 5]"]),
+        (Scenario.DRAIN, ["drain [2]"]),
+    ],
+)
+def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: list[str]) -> None:
+    stage = StageDouble()
+    running = script(scenario, stage)
+    next(running)
+    assert stage.log == []
+    stage.now = True
+    assert list(running) == []
+    assert stage.log == log
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scenario": Scenario.DRAIN, "kill": Kill.WORKER}, "nothing is killed in it"),
+        ({"scenario": Scenario.REJOIN, "kill": Kill.NONE}, "needs a worker or an engine"),
+        ({"scenario": Scenario.REJOIN, "kill": Kill.DAEMON}, "no rank is lost"),
+        (
+            {"scenario": Scenario.SCALE, "kill": Kill.NONE, "ranks": 1, "nodes": 1},
+            "needs --ranks 2",
+        ),
+        ({"scenario": Scenario.SCALE, "kill": Kill.NONE, "ranks": 32}, "use --ranks 30 or fewer"),
+    ],
+)
+def test_scenarios_that_make_no_sense_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DemoSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_joiner_brings_requests_of_its_own() -> None:
+    journal = Journal(PROMPTS[:2], 2, [0, 1])
+    journal.take_over(1)
+    (assignment,) = journal.add([b"late"], 2, 1)
+    assert (assignment.request, assignment.prompt) == (2, tuple(b"late"))
+    assert not journal.done
+    assert [a.request for a in journal.of(1)] == [2]

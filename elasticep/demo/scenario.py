@@ -1,0 +1,104 @@
+"""What happens during a run, as scripts that are moved on at every turn of the parent's loop.
+
+A script is a generator: it yields until what it waits for has come about, and returns when the
+scenario is over.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+Script = Iterator[None]
+
+
+class Scenario(enum.StrEnum):
+    """What a run shows."""
+
+    KILL = "kill"
+    REJOIN = "rejoin"
+    SCALE = "scale"
+    DRAIN = "drain"
+
+    @property
+    def kills(self) -> bool:
+        """Whether something is killed in it."""
+        return self in (Scenario.KILL, Scenario.REJOIN)
+
+
+class Stage(Protocol):
+    """What a script may see and do."""
+
+    victim: int
+    ranks: int
+
+    def reached(self) -> bool:
+        """Whether decoding is where the scenario begins."""
+
+    def kill(self) -> None:
+        """Kill what was asked for."""
+
+    def recovered(self) -> bool:
+        """Whether every survivor completed a step after the kill, and what was killed is back."""
+
+    def open(self, rank: int) -> None:
+        """Start a new engine on a rank and give it requests of its own."""
+
+    def serves(self, rank: int) -> bool:
+        """Whether a rank has completed a step since it was opened."""
+
+    def drain(self, ranks: Sequence[int]) -> None:
+        """Ask the controller to take ranks out of service."""
+
+    def gone(self, rank: int) -> bool:
+        """Whether the rank's engine has left."""
+
+
+def script(scenario: Scenario, stage: Stage) -> Script:
+    """The script of a scenario."""
+    match scenario:
+        case Scenario.KILL:
+            return _kill(stage)
+        case Scenario.REJOIN:
+            return _rejoin(stage)
+        case Scenario.SCALE:
+            return _scale(stage)
+        case Scenario.DRAIN:
+            return _drain(stage, [stage.victim])
+
+
+def _kill(stage: Stage) -> Script:
+    while not stage.reached():
+        yield
+    stage.kill()
+    while not stage.recovered():
+        yield
+
+
+def _rejoin(stage: Stage) -> Script:
+    """The dead rank's seat is taken anew, under its next incarnation, while the others decode."""
+    yield from _kill(stage)
+    yield from _open(stage, [stage.victim])
+
+
+def _scale(stage: Stage) -> Script:
+    """Two ranks more, then three fewer, of which one was there from the start."""
+    while not stage.reached():
+        yield
+    joiners = [stage.ranks, stage.ranks + 1]
+    yield from _open(stage, joiners)
+    yield from _drain(stage, [stage.ranks - 1, *joiners])
+
+
+def _open(stage: Stage, ranks: Sequence[int]) -> Script:
+    for rank in ranks:
+        stage.open(rank)
+    while not all(stage.serves(rank) for rank in ranks):
+        yield
+
+
+def _drain(stage: Stage, ranks: Sequence[int]) -> Script:
+    while not stage.reached():
+        yield
+    stage.drain(ranks)
+    while not all(stage.gone(rank) for rank in ranks):
+        yield
