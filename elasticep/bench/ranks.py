@@ -27,6 +27,7 @@ from elasticep import errors
 DEADLINE_S: Final = 120.0
 MAX_BYTES: Final = 192 * 1024
 _HELLO_BYTES: Final = 64
+_STOP_S: Final = 5.0
 
 
 class BenchError(errors.ElasticEPError):
@@ -163,14 +164,19 @@ class RankSet:
         self.send(op, **same)
         return self.answers(deadline_s)
 
-    def close(self) -> None:
-        """End the processes and remove the socket. May be called twice."""
+    def close(self, *, kill: bool = False) -> None:
+        """End the processes and remove the socket. May be called twice.
+
+        `kill`: without asking, for ranks that wait for one another.
+        """
         for connection in self.connections.values():
             connection.close()  # end of file is the order to end
         self.connections.clear()
         for process in self._processes:
+            if kill:
+                process.kill()
             try:
-                process.wait(5)
+                process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

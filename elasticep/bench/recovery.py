@@ -93,11 +93,11 @@ class Fleet:
         rank.events.append(event)
         match event["event"]:
             case "attached":
-                rank.attached, rank.worker = True, event["worker"]
+                rank.attached = True
             case "entered":
                 rank.epoch, rank.members = event["epoch"], event["members"]
             case "complete":
-                rank.complete_epoch = event["epoch"]
+                rank.complete_epoch, rank.worker = event["epoch"], event["worker"]
             case "fenced" | "left":
                 rank.attached = False
             case "failed":
@@ -206,7 +206,7 @@ def running(plane: Plane, work: Work, count: int) -> Iterator[Fleet]:
         fleet.wait(fleet.settled, "a first view with all ranks")
         yield fleet
     finally:
-        fleet.engines.close()
+        fleet.engines.close(kill=True)
 
 
 def summarise(result: report.Report, found: Sequence[Recovery], title: str, goal: str) -> None:

@@ -158,7 +158,7 @@ class RecoveryRank:
         session = StepSession(socket, ticket, _SESSION_TIMEOUT_MS)
         session.prepare(Work.from_dict(work), self.rank)
         self._epoch = self._told_complete = 0
-        self.tell("attached", worker=session.status.runner_pid, pid=os.getpid())
+        self.tell("attached")
         return session
 
     def _serve(self, session: StepSession) -> None:
@@ -192,4 +192,5 @@ class RecoveryRank:
             return
         if session.end() and epoch != self._told_complete:
             self._told_complete = epoch
-            self.tell("complete", epoch=epoch, begun_ns=begun_ns, members=int(info.members))
+            worker = session.status.runner_pid  # it has run a step, so it holds its lock
+            self.tell("complete", epoch=epoch, begun_ns=begun_ns, worker=worker)

@@ -125,7 +125,7 @@ class LocalPlane:
         group.wait_for(lambda: bool(dead()), f"the death of rank {victim}")
         self._moments = {"dead word": dead()[0].at_ns, "proposed": time.monotonic_ns()}
         self._stage([rank for rank in range(self._ranks) if rank != victim])
-        self._moments["staged"] = time.monotonic_ns()
+        self._moments["staged by all, as told"] = time.monotonic_ns()
 
     def trace(self, victim: int, epoch: int, killed_ns: int) -> Trace:
         """What `after_kill` noted."""
@@ -200,7 +200,7 @@ class ClusterPlane:
                 case "view.proposed" if line.get("epoch") == epoch:
                     note("proposed", at_ns, min)
                 case "view.staged" if line.get("epoch") == epoch:
-                    note("staged", at_ns, max)
+                    note("staged by all, as told", at_ns, max)
         return Trace(moments)
 
     def _log_lines(self) -> list[dict[str, Any]]:
@@ -244,8 +244,10 @@ def kill(pid: int, number: int) -> int:
     """Send a signal; returns when, read before it was sent.
 
     Raises:
-        BenchError: the process is gone already.
+        BenchError: the process is gone already, or is not known.
     """
+    if pid <= 1:  # 0 and below are process groups: our own, or everyone
+        raise BenchError(f"process id {pid} is none that a bench may kill")
     at_ns = time.monotonic_ns()
     try:
         os.kill(pid, number)

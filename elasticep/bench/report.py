@@ -118,7 +118,7 @@ def command_line() -> str:
     """The command as one would type it."""
     words = sys.argv[1:]
     name = Path(sys.argv[0])
-    if name.name == "__main__.py":
+    if name.name == "__main__.py" and name.parent.parent.name == "elasticep":
         return shlex.join(["python", "-m", f"{name.parent.parent.name}.{name.parent.name}", *words])
     return shlex.join([name.name, *words])
 

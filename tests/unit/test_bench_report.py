@@ -1,0 +1,97 @@
+"""Statistics, tables and cases of the benches."""
+
+import json
+
+import click
+import numpy as np
+import pytest
+
+from elasticep.bench import __main__ as entry
+from elasticep.bench import report
+from elasticep.bench.case import Case
+from elasticep.errors import ConfigError
+
+
+def test_percentile_is_a_value_that_was_measured() -> None:
+    values = [float(v) for v in range(1, 101)]
+    assert report.percentile(values, 50) == 50
+    assert report.percentile(values, 99) == 99
+    assert report.percentile(values[:50], 99) == 50
+    assert report.percentile([7.0], 50) == 7
+    with pytest.raises(ConfigError, match="no values"):
+        report.percentile([], 50)
+
+
+def test_paired_ratio_is_of_pairs_and_not_of_medians() -> None:
+    # Every pair says 2, though both sides drift by far more than that.
+    below = [1.0, 10.0, 100.0, 1000.0]
+    ratio = report.paired_ratio([2 * value for value in below], below)
+    assert (ratio.median, ratio.low, ratio.high) == (2, 2, 2)
+    with pytest.raises(ConfigError, match="no pairs"):
+        report.paired_ratio([1.0], [])
+
+
+def test_bootstrap_interval_holds_the_median_and_repeats() -> None:
+    values = np.random.default_rng(0).normal(1, 0.1, 50).tolist()
+    first = report.paired_ratio(values, [1.0] * 50)
+    assert first.low < first.median < first.high
+    assert first == report.paired_ratio(values, [1.0] * 50)
+
+
+def test_verdict_knows_both_directions() -> None:
+    assert report.verdict(6.1, 6, at_least=True) == "met (goal >= 6)"
+    assert report.verdict(61, 60, at_least=False) == "missed (goal <= 60)"
+
+
+def test_report_prints_tables_and_writes_figures(
+    tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = report.Report("exchange")
+    table = report.Table("title", ["a", "long name"], notes=["a note"])
+    table.add(1, 2.5)
+    result.tables.append(table)
+    result.figures["x"] = [1, 2]
+    path = f"{tmp_path}/figures.json"
+    result.finish(path)
+    printed = capsys.readouterr().out
+    assert "| 1 | 2.5       |" in printed
+    assert "- a note" in printed
+    with open(path) as file:
+        written = json.load(file)
+    assert written["figures"] == {"x": [1, 2]}
+    assert written["machine"]["cores"] >= 1
+
+
+def test_errors_are_one_line_and_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command(name="sample")
+    def sample() -> None:
+        raise ConfigError("the number is wrong")
+
+    assert report.run_command(sample, []) == 1
+    assert capsys.readouterr().err == "error: the number is wrong\n"
+    assert report.run_command(sample, ["--no-such-option"]) == 2
+
+
+def test_entry_lists_benches_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["no-such-bench"]) == 2
+    assert "recovery" in capsys.readouterr().err
+    assert entry.main(["exchange", "--device", "tpu"]) == 2
+    assert "cpu or cuda" in capsys.readouterr().err
+    assert entry.main(["exchange", "--preset", "SLOW"]) == 1
+    assert "ROUTED" in capsys.readouterr().err
+
+
+def test_remote_rows_count_what_crosses_a_link() -> None:
+    case = Case(ranks=3, tokens=40, hidden=64, experts=10, topk=3)
+    ids, rank = case.ids(1), 1
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+    pairs = sum(e % 3 != rank for row in ids.tolist() for e in row)
+    per_rank = sum(len({e % 3 for e in row} - {rank}) for row in ids.tolist())
+    assert case.remote_rows(rank, "per_rank", False) == (per_rank, per_rank)
+    assert case.remote_rows(rank, "per_expert", True) == (pairs, pairs)
+    assert case.remote_rows(rank, "all", False) == (80, per_rank)
+
+
+def test_a_case_survives_its_way_to_another_process() -> None:
+    case = Case(ranks=2, tokens=4, hidden=64, experts=8, topk=2, dtype="fp32")
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
