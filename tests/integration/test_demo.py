@@ -87,7 +87,7 @@ def run_demo(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_ranks_come_back_join_and_are_drained_under_load(
     folder: Path, scenario: str, epochs: list[int]
 ) -> None:
-    """Same seat under a new incarnation; 4 ranks, then 6, then 3: no request lost, no token changed.
+    """Same seat under a new incarnation; 4 ranks, then 6, then 3: nothing lost, no token changed.
 
     Two joiners may come in with one view or with one each, so an epoch may be missing.
     """
