@@ -258,6 +258,9 @@ class World:
         base = max((s.epoch for s in alive), default=0)
         if any(s.hung and s.epoch == base for s in alive):
             return base  # its cell is waited for, whether later views have it or not
+        for s in alive:
+            if base in s.views and not s.hung:
+                self._adopt(s, base)  # it sees cells of a newer epoch that it has staged
         views = {view.epoch: view for view in self.proposed}
         candidates = sorted({e for s in alive for e in s.views if e > base}, reverse=True)
         for epoch in candidates if base else ():
@@ -265,7 +268,7 @@ class World:
             in_both = [s for s in members if s.epoch]
             if in_both and all(epoch in s.views and not s.hung for s in in_both):
                 for s in members:
-                    if epoch in s.views:
+                    if epoch in s.views and not s.hung:
                         self._adopt(s, epoch)
                 return epoch
         return base

@@ -517,6 +517,24 @@ def test_a_write_that_succeeded_unheard_is_not_taken_for_another_leaders(run_mem
     run_memory(scenario)
 
 
+def test_a_view_that_somebody_else_wrote_is_read_and_not_overwritten(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            term, store = controller.term, bench.store()
+            item = await store.get(records.view_key("g"))
+            assert item is not None
+            written = await store.put(item.key, item.value)  # a restore by hand, say
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert controller.term is not term, "the state in doubt was not given up"
+            history = await store.get(f"{records.PREFIX}groups/g/history/{2:020d}")
+            assert history is not None
+            assert history.create_revision > written
+            await store.close()
+
+    run(scenario)
+
+
 # ---- operators
 
 
