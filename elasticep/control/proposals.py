@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from elasticep.control.placement import EMPTY, Placement, round_robin, without
-from elasticep.control.repair import Usable, admit, fill_lost, make_room, usable_slots
+from elasticep.control.repair import Usable, admit, fill_lost, make_room, restore, usable_slots
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.start import spread
 from elasticep.control.views import Member, View, describe_ranks
@@ -246,6 +246,7 @@ def _evolve(s: Situation, latest: View, change: _Change) -> Plan | str:
     repair = config.lost_experts is LostExperts.REFUSE or not change.dead
     if repair and ranks and placement.lost_experts(ranks):
         may = [m.rank for m in members if (m.rank, m.incarnation) not in s.cannot_load]
+        placement = restore(placement, ranks, may, s.in_use or ())
         usable = _usable(s, may, placement)
         placement = fill_lost(placement, ranks, usable)
         lost = placement.lost_experts(ranks)

@@ -46,6 +46,25 @@ def fill_lost(placement: Placement, ranks: Collection[int], usable: Usable) -> P
     return _split_evenly(placement, table, ranks)
 
 
+def restore(
+    placement: Placement,
+    ranks: Collection[int],
+    may: Collection[int],
+    in_use: Sequence[Placement],
+) -> Placement:
+    """Name lost experts again that still lie where a view in use has them, on one of `may`."""
+    table = placement.slot_expert.copy()
+    order = sorted(may)
+    for layer, expert in placement.lost_experts(ranks):
+        for old in in_use:
+            held = (old.slot_expert[layer] == expert) & (table[layer] == EMPTY)
+            place = next(((r, int(np.argmax(held[r]))) for r in order if held[r].any()), None)
+            if place is not None:
+                table[layer, place[0], place[1]] = expert
+                break
+    return _split_evenly(placement, table, ranks)
+
+
 def make_room(placement: Placement, ranks: Collection[int], usable: Usable) -> Placement:
     """Empty as many slots of redundant copies as lost experts are short of usable slots.
 

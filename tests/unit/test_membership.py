@@ -489,18 +489,22 @@ def test_full_slots_are_emptied_in_one_view_and_filled_in_the_next() -> None:
             assert ((old == new) | (old == -1) | (new == -1)).all(), "a slot in use was overwritten"
 
 
-def test_a_slot_that_an_unadopted_view_freed_is_not_filled_yet() -> None:
-    world = formed({"a": (0, 1, 2, 3)})
-    alive = tuple(world.seat(rank)[1].report() for rank in (0, 1))
-    empty = tuple(SeatReport(rank, 0, SeatState.EMPTY) for rank in (2, 3))
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_slot_that_an_unadopted_view_freed_gets_nothing_else_yet(victim: int) -> None:
+    world = formed({"a": tuple(range(6))}, ranks=6, experts=12)  # all 24 slots are full
+    alive = tuple(world.seat(rank)[1].report() for rank in range(4))
+    empty = tuple(SeatReport(rank, 0, SeatState.EMPTY) for rank in (4, 5))
     world.feed(ev.NodeHello("a", alive + empty))  # two at once: some experts lose both copies
-    freed = world.view.placement.slot_expert[:, 0] == -1
-    assert world.view.lost
+    first, second = world.proposed
+    assert second.lost
+    freed = (second.placement.slot_expert != first.placement.slot_expert)[:, :4]
     assert freed.any(), "room is made for them"
-    world.kill(1)
-    assert world.view.epoch == 3
-    before, after = (v.placement.slot_expert[:, 0] for v in (world.proposed[0], world.view))
-    assert ((before == after) | (after == -1)).all(), "rank 0 may still run in epoch 1"
+    world.kill(victim)
+    third = world.view
+    assert third.epoch == 3
+    for rank in third.ranks:
+        before, after = (v.placement.slot_expert[:, rank] for v in (first, third))
+        assert ((before == after) | (after == -1)).all(), "it may still run in epoch 1"
 
 
 def test_drains_that_cannot_be_are_refused_before_anything_happens() -> None:
