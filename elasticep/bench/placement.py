@@ -22,7 +22,8 @@ from elasticep.bench.placement_cases import (
     run_planner,
     synthetic,
 )
-from elasticep.bench.report import Report, Table, plot, verdict
+from elasticep.bench.placement_plot import draw
+from elasticep.bench.report import Report, Table, verdict
 
 PLANNERS: Final = {"elasticep": run_planner, "greedy": run_greedy}
 GOAL_MS: Final = 10.0
@@ -191,17 +192,7 @@ def _command(
     }
     report.finish(output)
     if picture:
-        bars = {
-            case.name: {
-                f"{name}: {what}": getattr(found[case.name][name], key)
-                for what, key in (("planned", "now"), ("next loads, moved", "after"))
-                for name in PLANNERS
-            }
-            | {"elasticep: next loads, only split anew": found[case.name]["elasticep"].split}
-            | {"greedy: next loads, as it was": found[case.name]["greedy"].stay}
-            for case in cases
-        }
-        plot(picture, "Placement: imbalance, mean over layers", "highest rank load / mean", bars)
+        draw(picture, report.figures)
 
 
 def main(arguments: Sequence[str]) -> int:
