@@ -7,9 +7,8 @@ layout, counts, waiting and sums; but not the expert kernel. Median over runs, m
 """
 
 import contextlib
-import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -142,7 +141,7 @@ class OurGroup:
         ]
         self._engines = engines
         struct = geometry_struct(group_config(preset, case, launch))
-        with _environment(env or {}):  # workers inherit it
+        with ranks.environment(env or {}):  # workers inherit it
             self._group = LocalGroup(struct)
         try:
             each = {
@@ -166,20 +165,6 @@ class OurGroup:
         with contextlib.suppress(ElasticEPError):
             self._engines.call("leave")
         self._group.close()
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @dataclass(slots=True)

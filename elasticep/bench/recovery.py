@@ -255,6 +255,7 @@ def summarise(result: report.Report, found: Sequence[Recovery], title: str, goal
 @click.option("--plane", "plane_name", type=click.Choice(["cluster", "local"]), default="cluster",
               show_default=True)  # fmt: skip
 @click.option("--controller-too", is_flag=True, help="Kill the controller at the same moment.")
+@click.option("--lease-ttl-s", default=2, show_default=True, help="Of the leading controller.")
 @click.option("--ranks", "count", default=8, show_default=True)
 @click.option("--layers", default=4, show_default=True, help="Exchanges of a step.")
 @click.option("--hang-timeout-ms", default=1000, show_default=True)
@@ -277,7 +278,11 @@ def _command(**options: Any) -> None:
     plane: Plane = (
         LocalPlane(config)
         if options["plane_name"] == "local"
-        else ClusterPlane(config, with_controller=options["controller_too"])
+        else ClusterPlane(
+            config,
+            with_controller=options["controller_too"],
+            lease_ttl_s=options["lease_ttl_s"],
+        )
     )
     rng = random.Random(options["seed"])
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Protocol
 
-from elasticep.bench.ranks import BenchError
+from elasticep.bench.ranks import BenchError, environment
 from elasticep.bench.recovery_engine import Work
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch, Timeouts
@@ -155,13 +155,19 @@ class ClusterPlane:
     name = "cluster"
 
     def __init__(
-        self, config: GroupConfig, *, nodes: int = 2, with_controller: bool = False
+        self,
+        config: GroupConfig,
+        *,
+        nodes: int = 2,
+        with_controller: bool = False,
+        lease_ttl_s: int = 2,
     ) -> None:
         self._config = config.to_proto().SerializeToString().hex()
         self._kill_controller = with_controller
         self._nodes = nodes
         self._cluster = Cluster(group=GROUP, ranks=config.initial_ranks, nodes=nodes)
-        self._cluster.__enter__()
+        with environment({"ELASTICEP_CONTROLLER_LEASE_TTL_S": str(lease_ttl_s)}):
+            self._cluster.__enter__()
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
 
     def attach_order(self, rank: int) -> dict[str, Any]:
