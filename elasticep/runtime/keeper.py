@@ -17,6 +17,7 @@ from elasticep.native.region import HeaderStatus
 from elasticep.native.structs import Holder, Launch, MessageType, Role
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.runtime import seats
+from elasticep.runtime.liveness.exits import ExitGate
 from elasticep.runtime.liveness.process import Process
 from elasticep.runtime.liveness.spawn import spawn_worker
 from elasticep.runtime.node import Node, Signal
@@ -69,6 +70,7 @@ class SeatKeeper:
         self.reserved_pid = 0
         self.killed_ns = 0  # when a fault was injected
         self.ended_ns = 0  # when the last incarnation was expelled
+        self._gate = ExitGate()
         self._events: deque[seats.Event] = deque()
         self._running = False
         self._held_back = False  # EMPTY is not reported yet: the worker failed to start
@@ -98,6 +100,8 @@ class SeatKeeper:
 
     def _step(self, event: seats.Event) -> None:
         before = self.seat
+        if isinstance(event, seats.Granted) or event.incarnation == before.incarnation:
+            self._events.extend(self._gate.follow(event))
         self.seat, effects = seats.advance(before, event)
         if self.seat.state is not before.state:
             self.log.info(
@@ -110,6 +114,15 @@ class SeatKeeper:
             if not self._carry_out(effect):
                 break  # what failed is an event now
 
+    def _exited(self, holder: Holder, incarnation: int, process: Process) -> None:
+        event = seats.Exited(holder, incarnation, process.how)
+        inline = self.seat.launch is Launch.INLINE
+        locks = frozenset((Holder.RUNNER, Holder.ENGINE) if inline else (holder,))
+        if incarnation == self.seat.incarnation and self._gate.hold_back(locks, event):
+            self.later(self.node.limits.lock_echo_s, lambda _: self.apply(event), incarnation)
+        else:
+            self.apply(event)
+
     def _carry_out(self, effect: seats.Effect) -> bool:
         match effect:
             case seats.Start():
@@ -117,7 +130,7 @@ class SeatKeeper:
             case seats.Expel():
                 self._expel(effect)
             case seats.Report():
-                self._report(effect.backoff)
+                self._report(effect)
             case seats.Kill():
                 self.kill(effect.holder)
             case seats.LetGo():
@@ -181,18 +194,18 @@ class SeatKeeper:
         )
         self.node.announce(self.group.name, self.rank, effect.incarnation, effect.cause)
 
-    def _report(self, backoff: int) -> None:
-        if backoff and self.seat.state is SeatState.EMPTY:
+    def _report(self, effect: seats.Report) -> None:
+        if effect.backoff and effect.state is SeatState.EMPTY:
             limits = self.node.limits
-            wait_s = min(
-                limits.restart_backoff_s * 2 ** (backoff - 1), limits.restart_backoff_max_s
-            )
+            wait_s = limits.restart_backoff_s * 2 ** (effect.backoff - 1)
             self._held_back = True
-            self.later(wait_s, self._stop_holding_back, self.seat.incarnation)
+            self.later(
+                min(wait_s, limits.restart_backoff_max_s), self._report_empty, self.seat.incarnation
+            )
             return
-        self.node.send(controller_pb2.NodeMessage(seat=self.message()))
+        self.node.send(controller_pb2.NodeMessage(seat=self.message(effect.state)))
 
-    def _stop_holding_back(self, _: int) -> None:
+    def _report_empty(self, _: int) -> None:
         self._held_back = False
         self.node.send(controller_pb2.NodeMessage(seat=self.message()))
 
@@ -248,7 +261,7 @@ class SeatKeeper:
             self.worker = process
         else:
             self.engine = process
-        process.watch(lambda gone: self.apply(seats.Exited(holder, incarnation, gone.how)))
+        process.watch(lambda gone: self._exited(holder, incarnation, gone))
 
     def _forget_processes(self) -> None:
         for process in (self.worker, self.engine):
@@ -284,15 +297,16 @@ class SeatKeeper:
         """What the header says now; None without memory."""
         return None if self.memory is None else self.memory.header.status()
 
-    def message(self) -> types_pb2.Seat:
-        """The seat as the controller sees it."""
+    def message(self, state: SeatState | None = None) -> types_pb2.Seat:
+        """The seat as the controller sees it, now or in a state that it has just been in."""
         status = self.status()
-        held_back = self._held_back and self.seat.state is SeatState.EMPTY
+        state = state or self.seat.state
+        held_back = self._held_back and state is SeatState.EMPTY
         return types_pb2.Seat(
             group=self.group.name,
             rank=self.rank,
             incarnation=self.seat.incarnation,
-            state=types_pb2.SEAT_STATE_DEAD if held_back else _REPORTED[self.seat.state],
+            state=types_pb2.SEAT_STATE_DEAD if held_back else _REPORTED[state],
             epoch=status.epoch if status is not None and self.seat.live else 0,
             cause=self.seat.cause,
         )

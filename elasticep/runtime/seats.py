@@ -191,11 +191,13 @@ class Expel:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the controller (and whoever waits for this seat) the state that the seat has now.
+    """Tell the controller that the seat has come to this state.
 
-    `backoff` counts failed starts in a row: the report of EMPTY waits longer with each.
+    The state is named, because one event may lead through two. `backoff` counts failed starts in
+    a row: the report of EMPTY waits longer with each.
     """
 
+    state: SeatState
     backoff: int = 0
 
 
@@ -261,12 +263,14 @@ def _granted(seat: Seat, event: Granted) -> Next:
         engine=Half.GONE,
     )
     start = Start(event.incarnation)
-    return after, (start,) if service else (start, Report())
+    return after, (start,) if service else (start, Report(after.state))
 
 
 def _refuse_grant(seat: Seat, event: Granted) -> Next:
     if event.incarnation == seat.incarnation and seat.live:
-        return seat, (Report(),)  # the controller did not hear of it: say again where we are
+        return seat, (
+            Report(seat.state),
+        )  # the controller did not hear of it: say again where we are
     raise UsageError(
         f"incarnation {event.incarnation} was granted while incarnation {seat.incarnation} is "
         f"{seat.state}; the seat must be reported empty first"
@@ -291,11 +295,11 @@ def _held(seat: Seat, event: Held) -> Next:
     if event.holder is Holder.RUNNER:
         if seat.state is SeatState.STARTING:
             after = dataclasses.replace(after, state=SeatState.READY, failed_starts=0)
-            return after, (Report(),)
+            return after, (Report(after.state),)
         return after, ()
     if seat.state is SeatState.READY:
         after = dataclasses.replace(after, state=SeatState.ATTACHED, failed_starts=0)
-        return after, (Report(),)
+        return after, (Report(after.state),)
     return after, ()
 
 
@@ -338,7 +342,7 @@ def _ended(seat: Seat, event: Ended) -> Next:
 def _end(changed: Seat, before: Seat, cause: str, epoch: int) -> Next:
     failed = before.failed_starts + (before.state is SeatState.STARTING)
     after = dataclasses.replace(changed, state=SeatState.ENDING, cause=cause, failed_starts=failed)
-    effects: list[Effect] = [Expel(before.incarnation, epoch, cause), Report()]
+    effects: list[Effect] = [Expel(before.incarnation, epoch, cause), Report(after.state)]
     if after.launch is Launch.SERVICE and after.runner in (Half.RUNNING, Half.HELD):
         effects.append(Kill(Holder.RUNNER))
     if after.engine in (Half.RUNNING, Half.HELD):
@@ -370,7 +374,8 @@ def _ending_grace_over(seat: Seat, event: GraceOver) -> Next:
 
 def _finish(seat: Seat) -> Next:
     if seat.runner in OVER and seat.engine in OVER:
-        return dataclasses.replace(seat, state=SeatState.EMPTY), (Report(seat.failed_starts),)
+        report = Report(SeatState.EMPTY, seat.failed_starts)
+        return dataclasses.replace(seat, state=SeatState.EMPTY), (report,)
     return seat, ()
 
 

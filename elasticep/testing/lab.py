@@ -146,6 +146,17 @@ class Lab:
             engine.say("step")
         return [engine.hear() for engine in engines]
 
+    def joined(self, engines: list[EngineProcess], epoch: int) -> None:
+        """The answers of a first step together, and one more that is complete.
+
+        The first one may be torn by what members left in it before the joiners came.
+        """
+        answers = {tuple(engine.hear().split()[:3]) for engine in engines}
+        assert len(answers) == 1, answers
+        word, ran, step = answers.pop()
+        assert (word, ran) == ("stepped", str(epoch)), (word, ran, step)
+        assert self.step(engines) == [f"stepped {epoch} {int(step) + 1} 1"] * len(engines)
+
     # ---- what a test waits for
 
     def ready(self, rank: int, incarnation: int = 1, group: str = "g") -> types_pb2.Seat:

@@ -63,6 +63,11 @@ class DaemonProcess:
         controllers: addresses.
         seats: as `--seats`.
         flags: further flags.
+
+    Attributes:
+        environment: of the process.
+        wrapper: the interpreter, or a command that becomes it.
+        pass_fds: descriptors that the process inherits.
     """
 
     def __init__(
@@ -72,8 +77,10 @@ class DaemonProcess:
         self.node = node
         self.log_path = folder.with_suffix(".log")
         self.environment = dict(os.environ)
-        self._command = [
-            *(sys.executable, "-m", "elasticep.cli.main", "daemon"),
+        self.wrapper: tuple[str, ...] = (sys.executable,)
+        self.pass_fds: tuple[int, ...] = ()
+        self._arguments = [
+            *("-m", "elasticep.cli.main", "daemon"),
             *("--node", node, "--socket-dir", str(folder), "--seats", seats),
             *("--controllers", ",".join(controllers), "--log-format", "json", *flags),
         ]
@@ -100,7 +107,11 @@ class DaemonProcess:
         already = self.events("daemon.ready")
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
+                [*self.wrapper, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                env=self.environment,
+                pass_fds=self.pass_fds,
             )
         if wait:
             self._wait_ready(len(already))

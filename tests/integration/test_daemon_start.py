@@ -74,9 +74,9 @@ def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> No
 
 def test_the_daemon_starts_quickly_and_without_torch() -> None:
     code = (
-        "import sys, time; t = time.perf_counter();"
+        "import sys, time; t = time.process_time();"
         "import elasticep.cli.daemon, elasticep.runtime.daemon, elasticep.runtime.logs;"
-        "print(time.perf_counter() - t);"
+        "print(time.process_time() - t);"
         "print(sorted({'torch', 'numpy', 'etcd3', 'elasticep.client', 'elasticep.control'}"
         " & set(sys.modules)))"
     )
@@ -86,7 +86,9 @@ def test_the_daemon_starts_quickly_and_without_torch() -> None:
     ]
     outputs = [d.stdout.splitlines() for d in done]
     assert outputs[0][1] == "[]"
-    assert min(float(lines[0]) for lines in outputs) < 1.0  # 0.5 s on an idle machine
+    assert (
+        min(float(lines[0]) for lines in outputs) < 1.0
+    )  # seconds of CPU, so that a busy machine does not matter
 
 
 def test_a_worker_imports_next_to_nothing() -> None:

@@ -10,9 +10,11 @@ import pytest
 from elasticep.errors import UsageError
 from elasticep.native.structs import Holder, Launch
 from elasticep.runtime import seats
+from elasticep.runtime.liveness.exits import ExitGate
 from elasticep.runtime.seats import Half, Seat, SeatState, advance
 
 RUNNER, ENGINE = Holder.RUNNER, Holder.ENGINE
+DEAD, EMPTY = seats.Report(SeatState.ENDING), seats.Report(SeatState.EMPTY)
 
 
 def after(seat: Seat, *events: seats.Event) -> tuple[Seat, list[seats.Effect]]:
@@ -41,34 +43,34 @@ def test_service_seat_starts_and_is_taken() -> None:
     assert seat.state is SeatState.STARTING
     assert effects == [seats.Start(1)]
     seat, effects = after(seat, seats.Held(RUNNER, 1))
-    assert (seat.state, effects) == (SeatState.READY, [seats.Report()])
+    assert (seat.state, effects) == (SeatState.READY, [seats.Report(SeatState.READY)])
     seat, effects = after(seat, seats.Connected(1), seats.Held(ENGINE, 1))
-    assert (seat.state, effects) == (SeatState.ATTACHED, [seats.Report()])
+    assert (seat.state, effects) == (SeatState.ATTACHED, [seats.Report(SeatState.ATTACHED)])
 
 
 def test_inline_seat_is_ready_at_once() -> None:
     seat, effects = after(Seat(launch=Launch.INLINE), seats.Granted(4))
     assert seat.state is SeatState.READY
-    assert effects == [seats.Start(4), seats.Report()]
+    assert effects == [seats.Start(4), seats.Report(SeatState.READY)]
 
 
 def test_a_dead_worker_ends_the_seat_in_order() -> None:
     seat, effects = after(attached(), seats.Died(RUNNER, 1))
     assert seat.state is SeatState.ENDING
-    assert effects == [seats.Expel(1, 0, "worker died"), seats.Report(), seats.LetGo(1)]
+    assert effects == [seats.Expel(1, 0, "worker died"), DEAD, seats.LetGo(1)]
     seat, effects = after(seat, seats.Exited(RUNNER, 1, "killed by SIGKILL"))
     assert (seat.state, effects) == (SeatState.ENDING, [])
     seat, effects = after(seat, seats.Released(ENGINE, 1))
-    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+    assert (seat.state, effects) == (SeatState.EMPTY, [EMPTY])
 
 
 def test_a_dead_engine_takes_the_worker_with_it() -> None:
     seat, effects = after(attached(), seats.Died(ENGINE, 1))
-    assert effects == [seats.Expel(1, 0, "engine died"), seats.Report(), seats.Kill(RUNNER)]
+    assert effects == [seats.Expel(1, 0, "engine died"), DEAD, seats.Kill(RUNNER)]
     seat, effects = after(seat, seats.Died(RUNNER, 1), seats.Exited(RUNNER, 1))
     assert (seat.state, effects) == (SeatState.ENDING, [])  # the engine's exit is not confirmed
     seat, effects = after(seat, seats.Exited(ENGINE, 1))
-    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+    assert (seat.state, effects) == (SeatState.EMPTY, [EMPTY])
 
 
 def test_an_engine_that_holds_on_is_killed_after_its_grace() -> None:
@@ -78,7 +80,7 @@ def test_an_engine_that_holds_on_is_killed_after_its_grace() -> None:
     seat, effects = after(seat, seats.GraceOver(1))
     assert effects == [seats.Kill(ENGINE)]
     seat, effects = after(seat, seats.Died(ENGINE, 1), seats.GraceOver(1), seats.Exited(ENGINE, 1))
-    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+    assert (seat.state, effects) == (SeatState.EMPTY, [EMPTY])
 
 
 def test_inline_engine_is_gone_when_both_locks_are() -> None:
@@ -100,7 +102,7 @@ def test_an_engine_between_ticket_and_lock_keeps_the_memory_busy() -> None:
     seat, _ = after(seat, seats.Exited(RUNNER, 1))
     assert seat.state is SeatState.ENDING
     seat, effects = after(seat, seats.Disconnected(1))
-    assert (seat.state, effects) == (SeatState.EMPTY, [seats.Report(0)])
+    assert (seat.state, effects) == (SeatState.EMPTY, [EMPTY])
     # An engine that gives up before it took its lock costs nothing.
     seat, effects = after(ready, seats.Connected(1), seats.Disconnected(1))
     assert (seat, effects) == (ready, [])
@@ -123,12 +125,12 @@ def test_failed_starts_are_counted_until_one_succeeds() -> None:
     seat = Seat(launch=Launch.SERVICE)
     for number in (1, 2, 3):
         seat, effects = after(seat, seats.Granted(number), seats.Exited(RUNNER, number, "status 1"))
-        assert effects[-1] == seats.Report(number)
+        assert effects[-1] == seats.Report(SeatState.EMPTY, number)
     seat, _ = after(seat, seats.Granted(4), seats.Held(RUNNER, 4))
     assert seat.failed_starts == 0
     seat = Seat(launch=Launch.INLINE)
     seat, effects = after(seat, seats.Granted(1), seats.Ended(1, "no memory", failed=True))
-    assert effects[-1] == seats.Report(1)
+    assert effects[-1] == seats.Report(SeatState.EMPTY, 1)
 
 
 def test_grants_that_cannot_be_followed_are_refused() -> None:
@@ -140,7 +142,34 @@ def test_grants_that_cannot_be_followed_are_refused() -> None:
         with pytest.raises(UsageError, match="only grow"):
             advance(empty, seats.Granted(old))
     # The controller did not hear the report: it is made again.
-    assert advance(attached(), seats.Granted(1)) == (attached(), (seats.Report(),))
+    assert advance(attached(), seats.Granted(1)) == (
+        attached(),
+        (seats.Report(SeatState.ATTACHED),),
+    )
+
+
+def test_an_exit_that_comes_first_reports_both_states_by_name() -> None:
+    ready, _ = after(Seat(launch=Launch.SERVICE), seats.Granted(1), seats.Held(RUNNER, 1))
+    seat, effects = after(ready, seats.Exited(RUNNER, 1))
+    assert seat.state is SeatState.EMPTY
+    assert effects == [seats.Expel(1, 0, "worker died"), DEAD, EMPTY]
+
+
+def test_an_exit_waits_until_the_watcher_has_seen_its_locks() -> None:
+    gate = ExitGate()
+    exited = seats.Exited(ENGINE, 1)
+    both = frozenset((RUNNER, ENGINE))
+    assert not gate.hold_back(both, exited)  # it held none
+    for holder in both:
+        assert gate.follow(seats.Held(holder, 1)) == []
+    assert gate.hold_back(both, exited)
+    assert gate.follow(seats.Died(RUNNER, 1)) == []
+    assert gate.follow(seats.Died(ENGINE, 1)) == [exited]
+    assert gate.follow(seats.Died(ENGINE, 1)) == []
+    gate.follow(seats.Held(RUNNER, 1))
+    assert gate.hold_back(frozenset((RUNNER,)), seats.Exited(RUNNER, 1))
+    assert gate.follow(seats.Granted(2)) == []  # another incarnation: forgotten
+    assert gate.follow(seats.Died(RUNNER, 2)) == []
 
 
 # ---- exploration
@@ -213,7 +242,7 @@ def deliver(world: World, event: seats.Event) -> World:
                 assert incarnation > world.ended, "ended twice"
                 world = dataclasses.replace(world, ended=incarnation)
             case seats.Report():
-                if seat.state is SeatState.EMPTY:
+                if effect.state is SeatState.EMPTY:
                     assert (world.worker, world.engine) == (0, 0), "EMPTY too early"
     return world
 

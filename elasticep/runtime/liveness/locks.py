@@ -47,8 +47,13 @@ class Locks:
                 self._take(keeper, event)
 
     def _take(self, keeper: SeatKeeper, event: LockEvent) -> None:
-        # The holder writes its incarnation just after it took the lock; 0 is that moment.
-        incarnation = event.incarnation or keeper.seat.incarnation
+        incarnation = event.incarnation
+        if not incarnation:
+            # The holder writes its incarnation just after it took the lock; this is that moment.
+            # Otherwise the lock was granted anew before the watcher came to look at it.
+            if event.kind is EventKind.RELEASED:
+                return
+            incarnation = keeper.seat.incarnation
         keeper.apply(_KINDS[event.kind](event.holder, incarnation))
         if event.kind is EventKind.DIED and incarnation == keeper.seat.incarnation:
             self._measure(keeper, event.at_ns)

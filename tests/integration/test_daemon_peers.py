@@ -1,0 +1,135 @@
+"""Daemons of one domain: memory fetched from each other, deaths told to each other."""
+
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from elasticep.group import Launch
+from elasticep.proto import node_pb2, types_pb2
+from elasticep.testing.lab import Lab, small_config
+from elasticep.testing.node import DaemonProcess, EngineProcess, reason_of, view_of, wait_for
+
+MEMBERS = {0: (1, "n0"), 1: (1, "n1")}
+
+
+def two_nodes(lab: Lab, *flags: str) -> tuple[list[DaemonProcess], list[EngineProcess]]:
+    """Rank 0 on node n0, rank 1 on node n1, both attached."""
+    daemons = [lab.daemon(f"n{i}", f"g:{i}", *flags, start=False) for i in (0, 1)]
+    for daemon in daemons:
+        daemon.start(wait=False)
+    engines = []
+    for rank in (0, 1):
+        lab.ready(rank)
+        engines.append(lab.engine(daemons[rank], "g", rank))
+    for rank, engine in enumerate(engines):
+        engine.up()
+        lab.attached(rank)
+    return daemons, engines
+
+
+def serve(lab: Lab, engines: list[EngineProcess]) -> None:
+    config = lab.config
+    assert config is not None
+    lab.controller.propose(view_of(config, 1, 0, MEMBERS), {"n0": [0], "n1": [1]})
+    assert lab.step(engines) == ["stepped 1 1 1"] * 2
+
+
+@pytest.mark.parametrize("launch", list(Launch))
+def test_ranks_of_two_nodes_step_together(launch: Launch) -> None:
+    with Lab() as lab:
+        lab.create(small_config(launch=launch))
+        daemons, engines = two_nodes(lab)
+        serve(lab, engines)
+        # A death on one node: its daemon tells the other one, whose engines are told by memory.
+        engines[0].say("step")
+        os.kill(engines[1].pid, signal.SIGKILL)
+        assert lab.dead(1).cause == "engine died"
+        told = wait_for(lambda: daemons[0].events("peer.dead"), "the other daemon to be told")
+        assert (told[0]["rank"], told[0]["incarnation"]) == (1, 1)
+        alone = view_of(small_config(launch=launch), 2, 1, {0: (1, "n0")}, expelled={1: 1})
+        lab.controller.propose(alone, {"n0": [0]})
+        assert engines[0].hear().startswith("stepped 2 ")
+        # It returns under a new incarnation, with the memory that n0 still has mapped.
+        lab.ready(1, 2)
+        back = lab.engine(daemons[1], "g", 1).up()
+        both = {0: (1, "n0"), 1: (2, "n1")}
+        lab.controller.propose(view_of(small_config(launch=launch), 3, 2, both), {"n1": [1]})
+        back.say("step")
+        assert lab.staged(1, 3).error == ""
+        lab.controller.propose(view_of(small_config(launch=launch), 3, 2, both), {"n0": [0]})
+        assert lab.staged(0, 3).error == ""
+        engines[0].say("step")
+        lab.joined([engines[0], back], 3)
+        # Nothing of earlier views is held: one fetched peer, one own seat, two banks at most.
+        names = memfds(daemons[0])
+        assert sum("view" in name for name in names) <= 2, names
+        assert sum("header" in name for name in names) == 2, names
+
+
+def memfds(daemon: DaemonProcess) -> list[str]:
+    links = [fd for fd in Path(f"/proc/{daemon.pid}/fd").iterdir() if fd.is_symlink()]
+    return [name for fd in links if (name := os.readlink(fd)).startswith("/memfd:")]
+
+
+def test_a_daemon_that_does_not_answer_is_named_within_the_deadline() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemons, engines = two_nodes(lab)
+        assert daemons[1].process is not None
+        daemons[1].process.send_signal(signal.SIGSTOP)
+        view = view_of(small_config(), 1, 0, MEMBERS)
+        engines[0].say("step 100")
+        lab.controller.propose(view, {"n0": [0]})
+        error = lab.staged(0, 1).error
+        assert "rank 1" in error
+        assert "node 'n1'" in error
+        assert "no answer within" in error
+        assert engines[0].hear().startswith("error StepTimeout")
+        daemons[1].process.send_signal(signal.SIGCONT)
+        # The same proposal again, and this time it works.
+        lab.controller.forget()
+        engines[0].say("step")
+        lab.controller.propose(view, {"n0": [0], "n1": [1]})
+        assert lab.staged(0, 1).error == ""
+        engines[1].say("step")
+        assert engines[0].hear() == engines[1].hear() == "stepped 1 1 1"
+
+
+def test_ranks_of_another_domain_are_refused_with_a_reason() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemons = [
+            lab.daemon("n0", "g:0"),
+            lab.daemon("n1", "g:1", "--domain", "elsewhere"),
+        ]
+        for rank in (0, 1):
+            lab.ready(rank)
+            lab.engine(daemons[rank], "g", rank).up()
+        lab.controller.propose(view_of(small_config(), 1, 0, MEMBERS), {"n0": [0]})
+        assert "domain 'elsewhere'" in lab.staged(0, 1).error
+
+
+def test_a_daemon_believes_others_about_their_own_ranks_only() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0-1")
+        engines = lab.serve(daemon, [0, 1])
+        for rank, incarnation, group, word in (
+            (1, 1, "g", "USAGE"),
+            (9, 1, "g", "CONFIG_INVALID"),
+            (3, 0, "g", "CONFIG_INVALID"),
+            (1, 1, "h", "GROUP_UNKNOWN"),
+        ):
+            request = node_pb2.ReportDeathRequest(
+                group=group, rank=rank, incarnation=incarnation, cause="x" * 10_000
+            )
+            with pytest.raises(grpc.RpcError) as caught:
+                daemon.call("ReportDeath", request)
+            assert reason_of(caught.value) == word
+        daemon.call("ReportDeath", node_pb2.ReportDeathRequest(group="g", rank=3, incarnation=1))
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+        seats = daemon.status().seats
+        assert {s.seat.state for s in seats} == {types_pb2.SEAT_STATE_ATTACHED}
