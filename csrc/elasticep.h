@@ -180,11 +180,13 @@ EP_API int ep_worker_run(const char* socket_path, const char* ticket);
 
 /* ---- session: what an engine holds, whatever the launch --------------------------------------------------------- */
 typedef struct ep_session ep_session;
+/* Set in the announced tokens when there are prompt tokens among them: any rank's makes it a prefill step for all. */
+enum { EP_TOKENS_PROMPT = 0x40000000 };
 typedef struct ep_step_info {
   uint64_t epoch, step, digest;
   uint32_t members, pad;
   uint32_t incarnation[EP_MAX_RANKS];
-  uint32_t tokens[EP_MAX_RANKS]; /* that each member announced at the barrier */
+  uint32_t tokens[EP_MAX_RANKS]; /* that each member announced at the barrier, with EP_TOKENS_PROMPT */
   /* agreed completion: the work that this step runs (1, 2, ...), and the last one that is settled, so that it may be
    * released. A rank whose last complete work is `work` itself undoes it and runs it again. Local: 0, 0. */
   uint64_t work, settled;
@@ -251,6 +253,15 @@ EP_API int ep_dispatch(ep_session* session, uint32_t exchange, uint32_t channel,
 EP_API int ep_combine_send(ep_session* session, uint32_t exchange, uint32_t channel);
 EP_API int ep_combine_recv(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
 EP_API int ep_combine(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
+
+/* ---- the decision of a step barrier (simulator, tests) -------------------------------------------------------- */
+enum { EP_CELL_WORDS = 7 };
+/* What a rank with these cells would decide. epochs [n] and members [n][ranks] (incarnations, 0 = no member) are all views
+ * that anything here names, by index. mine [1 + 2 * EP_BANKS]: the running view (-1: a joiner), those of my own cell, those
+ * staged by now, ascending, -1 = none. cells [ranks][EP_CELL_WORDS]: step, inc, number of views (0 = no cell), their indices.
+ * dead [ranks]: highest dead inc. out [5]: 0 wait 1 run 2 expelled; epoch; base; whom it waits for; 1 = doomed. */
+EP_API int ep_barrier_decide(uint32_t ranks, uint32_t me, uint32_t inc, uint64_t step, const uint64_t* epochs, const uint32_t* members,
+                             const int32_t* mine, const uint64_t* cells, const uint32_t* dead, uint64_t* out);
 
 /* ---- quantised rows ------------------------------------------------------------------------------------------- */
 /* Vector code of this host: 0 portable, 1 AVX2, 2 AVX-512. Exchanges use the highest; all give the same bits. */

@@ -1,6 +1,9 @@
 #include "barrier.h"
 
 #include <cstring>
+#include <vector>
+
+#include "errors.h"
 
 namespace ep {
 
@@ -201,3 +204,43 @@ bool read_cell(const Cell* cell, u32 ranks, CellCopy* out) {
 }
 
 }  // namespace ep
+
+// The decision on cells that somebody made up: the simulator's ranks decide with this very code.
+int ep_barrier_decide(uint32_t ranks, uint32_t me, uint32_t inc, uint64_t step, const uint64_t* epochs, const uint32_t* members,
+                      const int32_t* mine, const uint64_t* cells, const uint32_t* dead, uint64_t* out) {
+  using namespace ep;
+  if (ranks == 0 || ranks > EP_MAX_RANKS || me >= ranks) return fail(EP_EINVAL, "rank %u of %u ranks", me, ranks);
+  static thread_local std::vector<CellCopy> copies(EP_MAX_RANKS);
+  static thread_local std::vector<std::atomic<u32>> words(EP_MAX_RANKS);
+  auto known = [&](int32_t index) { return KnownView{epochs[index], 0, 0, members + u64(index) * ranks}; };
+  for (u32 r = 0; r < ranks; ++r) {
+    words[r].store(dead[r], std::memory_order_relaxed);
+    const u64* cell = cells + u64(r) * EP_CELL_WORDS;
+    CellCopy& copy = copies[r];
+    copy.step = cell[0];
+    copy.incarnation = u32(cell[1]);
+    copy.views = u32(cell[2]);
+    if (copy.views > kCellViews) return fail(EP_EINVAL, "a cell of rank %u with %u views", r, copy.views);
+    copy.valid = copy.views > 0;
+    for (u32 i = 0; i < copy.views; ++i) {
+      copy.view[i] = {epochs[cell[3 + i]], 0};
+      memcpy(copy.members[i], members + cell[3 + i] * ranks, ranks * 4);
+    }
+  }
+  BarrierInput in{};
+  in.ranks = ranks;
+  in.me = me;
+  in.my_incarnation = inc;
+  in.step = step;
+  if (mine[0] >= 0) in.running = known(mine[0]);
+  for (u32 i = 0; i < EP_BANKS; ++i) {
+    if (mine[1 + i] >= 0) in.staged[in.snapshot++] = known(mine[1 + i]);
+    if (mine[1 + EP_BANKS + i] >= 0) in.staged_now[in.staged_count++] = known(mine[1 + EP_BANKS + i]);
+  }
+  in.cells = copies.data();
+  in.dead = words.data();
+  const BarrierDecision d = decide(in);
+  const u64 found[] = {u64(d.kind), d.epoch, d.base, d.waits_for, u64(d.doomed)};
+  memcpy(out, found, sizeof found);
+  return 0;
+}

@@ -316,13 +316,15 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
     }
     if (d.kind == BarrierDecision::kExpelled) return done(expelled(d));
     if (d.kind == BarrierDecision::kRun) {
+      // A joiner that enters without a cell has announced nothing: all must see the same tokens.
+      const u32 announced = view_ ? tokens : 0;
       if (!view_ || d.epoch != view_->epoch) adopt(d);
       h.progress.fetch_add(1);
       if (!d.doomed) {
         h.step.store(step_);
         fill_info(out);
         agree(d, out);
-        out->tokens[me_] = tokens;
+        out->tokens[me_] = announced;
         torn_.store(0);
         exchanged_.store(0);
         for (auto& f : flights_) f.phase = Flight::kIdle;

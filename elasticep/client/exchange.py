@@ -15,7 +15,6 @@ from elasticep.errors import (
     CapExceeded,
     ElasticEPError,
     PlacementError,
-    SpecError,
     TensorError,
     UsageError,
 )
@@ -58,20 +57,13 @@ class Exchange:
     raises `StepTorn`, which the step's `with` block takes in.
     """
 
-    def __init__(
-        self, session: "Session", name: str, spec: ExchangeSpec, numbers: tuple[int, ...]
-    ) -> None:
-        if len(numbers) > 1:
-            raise SpecError(
-                f"exchange {name!r} has a prefill part, which sessions do not choose between yet; "
-                "give the group one exchange for decoding and one for prompts"
-            )
+    def __init__(self, session: "Session", name: str, spec: ExchangeSpec, number: int) -> None:
         session.config.geometry.check_exchange(spec)
         self.name = name
         self.spec = spec
         self._session = session
         self._handle = session._handle
-        self._number = numbers[0]
+        self._number = number
         self._serve_lost = session.config.lost_experts is LostExperts.SERVE
         self._flights: list[_Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]

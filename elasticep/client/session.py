@@ -34,7 +34,7 @@ from elasticep.spec import ExchangeSpec
 if TYPE_CHECKING:
     import torch
 
-    from elasticep.client.exchange import Exchange
+    from elasticep.client.auto import AnyExchange
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
@@ -46,20 +46,25 @@ class Step:
     Attributes:
         number: of the barrier; the same on all members, and of no meaning after a repeat.
         epoch: of the view that the step runs in, 0 before the barrier.
+        prompt: whether any rank brings prompt tokens, so that all prefill (preset `AUTO`).
         work: agreed completion: the number of the work that all ranks run in this step.
         settled: agreed completion: the last work that is complete on all ranks.
         complete: after the block: whether the step counts. False: repeat it.
     """
 
-    def __init__(self, session: "Session", tokens: int, timeout_ms: int) -> None:
+    def __init__(
+        self, session: "Session", tokens: int, timeout_ms: int, prompt: bool = False
+    ) -> None:
         self.number = 0
         self.epoch = 0
         self.complete = False
+        self.prompt = False
         self.work = 0
         self.settled = 0
         self.members: MappingProxyType[int, int] = MappingProxyType({})
         self._session = session
         self._tokens = tokens
+        self._announced = tokens | (abi.TOKENS_PROMPT if prompt else 0)
         self._timeout_ms = timeout_ms
         self._begun = False
         self._open_exchanges: set[tuple[int, int]] = set()
@@ -135,15 +140,17 @@ class Session:
         self._step: Step | None = None
         self._view: View | None = None
         self._weights = EngineWeights()
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, AnyExchange] = {}
 
     # ---- steps
 
-    def step(self, tokens: int = 0, *, timeout: float | None = None) -> Step:
+    def step(self, tokens: int = 0, *, prompt: bool = False, timeout: float | None = None) -> Step:
         """The next step: all members enter together, on one view.
 
         Args:
             tokens: how many tokens this rank will bring, told to the others at the barrier.
+            prompt: whether there are prompt tokens among them; told too. What all agreed on is
+                `Step.prompt`: a rank that has just joined may find its own word not counted.
             timeout: seconds to wait at the barrier; None: the group's `step_timeout_ms`.
 
         Entering it raises:
@@ -159,7 +166,8 @@ class Session:
             )
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout is {timeout!r} seconds; it must be positive, or None")
-        return Step(self, tokens, 0 if timeout is None else max(1, round(timeout * 1000)))
+        limit_ms = 0 if timeout is None else max(1, round(timeout * 1000))
+        return Step(self, tokens, limit_ms, prompt)
 
     def run(
         self,
@@ -167,6 +175,7 @@ class Session:
         batch: _Batch,
         *,
         tokens: int = 0,
+        prompt: bool = False,
         on_torn: Callable[[Step], None] | None = None,
     ) -> _Result:
         """Run `forward(step, batch)` in steps until one is complete; the next view is waited for
@@ -177,6 +186,7 @@ class Session:
                 release anything, and must overwrite what an earlier call wrote.
             batch: handed to `forward`.
             tokens: how many tokens this rank brings.
+            prompt: whether there are prompt tokens among them.
             on_torn: called with each step that has to be repeated, right after it.
 
         Returns:
@@ -188,7 +198,7 @@ class Session:
             StepTimeout: no barrier was passed within the group's `step_timeout_ms`.
         """
         while True:
-            step = self.step(tokens)
+            step = self.step(tokens, prompt=prompt)
             result: list[_Result] = []
             with step:
                 result.append(forward(step, batch))
@@ -256,11 +266,12 @@ class Session:
         self._check_usable()
         if self._step is not None:
             raise UsageError("a step is open already; leave its `with` block first")
-        info = self._handle.step_begin(step._tokens, step._timeout_ms)
+        info = self._handle.step_begin(step._announced, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
             self._view = self._read_view(info)
         step.number, step.epoch = info.step, info.epoch
         step.work, step.settled = info.work, info.settled
+        step.prompt = any(told & abi.TOKENS_PROMPT for told in info.tokens)
         step.members = self._view.members
         self._step = step
 
@@ -304,7 +315,7 @@ class Session:
 
     # ---- exchanges
 
-    def exchange(self, wanted: str | ExchangeSpec) -> "Exchange":
+    def exchange(self, wanted: str | ExchangeSpec) -> "AnyExchange":
         """One of the group's exchanges, checked now and not at the first large batch.
 
         Args:
@@ -313,7 +324,7 @@ class Session:
         Raises:
             SpecError: the group has no such exchange; the message lists those it has.
         """
-        from elasticep.client.exchange import Exchange
+        from elasticep.client.auto import make_exchange
 
         self._check_usable()
         specs = dict(self.config.exchanges)
@@ -326,7 +337,7 @@ class Session:
             )
         if name not in self._exchanges:
             numbers = exchange_numbers(self.config)[name]
-            self._exchanges[name] = Exchange(self, name, specs[name], numbers)
+            self._exchanges[name] = make_exchange(self, name, specs[name], numbers)
         return self._exchanges[name]
 
     # ---- view, weights, load

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elasticep.client.exchange import Exchange, Received
+from elasticep.client.auto import AnyExchange
+from elasticep.client.received import Received
 from elasticep.client.session import Session
 from elasticep.errors import GroupMismatch, SpecError
 from elasticep.spec import Reduce
@@ -106,7 +107,7 @@ class MoELayers:
         blocks: the replaced blocks, by MoE layer.
     """
 
-    def __init__(self, session: Session, exchange: Exchange, *, rowwise: bool) -> None:
+    def __init__(self, session: Session, exchange: AnyExchange, *, rowwise: bool) -> None:
         self.session = session
         self.exchange = exchange
         self.rowwise = rowwise

@@ -25,6 +25,7 @@ from elasticep.native.structs import (
     MAX_TOPK,
     MESSAGE_MAGIC,
     TEXT_BYTES,
+    TOKENS_PROMPT,
     Copies,
     Dtype,
     Error,
@@ -62,6 +63,7 @@ __all__ = [
     "MESSAGE_MAGIC",
     "PROTOTYPES",
     "TEXT_BYTES",
+    "TOKENS_PROMPT",
     "Copies",
     "Dtype",
     "Error",
@@ -165,6 +167,13 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_combine_send": (c_int, (c_void_p, c_uint32, c_uint32)),
     "ep_combine_recv": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
     "ep_combine": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
+    "ep_barrier_decide": (
+        c_int,
+        (
+            *(c_uint32, c_uint32, c_uint32, c_uint64),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        ),
+    ),
     "ep_vector_level": (c_uint32, ()),
     "ep_quantise": (
         c_int,

@@ -24,6 +24,7 @@ MAX_CHANNELS: Final = 2
 BANKS: Final = 4
 TEXT_BYTES: Final = 256
 MESSAGE_MAGIC: Final = 0x314D5045
+TOKENS_PROMPT: Final = 1 << 30
 
 
 class Error(enum.IntEnum):

@@ -118,6 +118,7 @@ def test_constants_are_those_of_the_header() -> None:
         "EP_BANKS": abi.BANKS,
         "EP_TEXT": abi.TEXT_BYTES,
         "EP_MSG_MAGIC": abi.MESSAGE_MAGIC,
+        "EP_TOKENS_PROMPT": abi.TOKENS_PROMPT,
     }
 
 
