@@ -11,6 +11,7 @@ namespace ep::placement {
 namespace {
 
 constexpr int kReceivers = 6;   // ranks tried per copy before giving up
+constexpr size_t kBatchRanks = 64;  // ranks per copy that is made before the next split
 constexpr int kSwapRounds = 12;  // rounds of exchange and split
 constexpr std::size_t kExchanges = 32;  // pairs tried per exchange before giving up
 
@@ -52,43 +53,84 @@ int Repair::pick_victim(const Layer& layer, int rank, bool bare) const {
   return best;
 }
 
+void Repair::apply(Layer& layer, Trial& trial) const {
+  if (trial.victim >= 0) {
+    trial.gone = layer.slot[trial.victim];
+    layer.remove(trial.victim);
+  }
+  trial.added = layer.add(trial.expert, trial.rank);
+}
+
+void Repair::revert(Layer& layer, const Trial& trial) const {
+  layer.remove(trial.added);
+  if (trial.victim >= 0) layer.add(trial.gone, trial.rank);
+}
+
 // Makes the change and splits anew; keeps it if the maximum falls, or if as few ranks are stuck at it as never
 // before; else takes it back.
-bool Repair::attempt(Layer& layer, int cell, const Trial& trial, int64_t& highest) {
-  const int gone = trial.victim < 0 ? -1 : layer.slot[trial.victim];
-  if (trial.victim >= 0) layer.remove(trial.victim);
-  const int at = layer.add(trial.expert, trial.rank);
+bool Repair::attempt(Layer& layer, int cell, Trial trial, int64_t& highest) {
+  apply(layer, trial);
   const int64_t now = flow_.run(layer, cell, next_cut_);
   if (now < highest || (now == highest && count(next_cut_) < count(cut_))) {
     highest = now;
     cut_ = next_cut_;
     return true;
   }
-  layer.remove(at);
-  if (gone >= 0) layer.add(gone, trial.rank);
+  revert(layer, trial);
   return false;
 }
 
-bool Repair::try_copies(Layer& layer, int cell, bool bare, int64_t& highest) {
+// Many ranks with loads that have little to do with the placement: several copies per split, or it takes seconds.
+int Repair::try_batch(Layer& layer, int cell, bool bare, size_t most, int64_t& highest) {
+  std::vector<Trial> done;
+  for (const auto& [load, rank] : receivers_) {
+    if (done.size() == most) break;
+    Trial trial{pick_expert(layer, rank, highest - load), rank, -1};
+    if (trial.expert < 0) continue;
+    if (layer.room(rank) == 0) {
+      trial.victim = pick_victim(layer, rank, bare);
+      if (trial.victim < 0) continue;
+    }
+    apply(layer, trial);
+    done.push_back(trial);
+  }
+  const int64_t now = flow_.run(layer, cell, next_cut_);
+  if (now < highest) {
+    highest = now;
+    cut_ = next_cut_;
+    return static_cast<int>(done.size());
+  }
+  while (!done.empty()) {
+    revert(layer, done.back());
+    done.pop_back();
+  }
+  return 0;
+}
+
+// Returns the copies made, 0 if none helps.
+int Repair::try_copies(Layer& layer, int cell, bool bare, int moves, int64_t& highest) {
   const auto& ranks = layer.cluster.cell_ranks[cell];
-  std::vector<std::pair<int64_t, int>> receivers;
+  receivers_.clear();
   for (int rank : ranks)
-    if (!cut_[rank] && layer.rank_load[rank] < highest) receivers.emplace_back(layer.rank_load[rank], rank);
-  std::sort(receivers.begin(), receivers.end());
+    if (!cut_[rank] && layer.rank_load[rank] < highest) receivers_.emplace_back(layer.rank_load[rank], rank);
+  std::sort(receivers_.begin(), receivers_.end());
+  const size_t batch = std::min<size_t>(ranks.size() / kBatchRanks, static_cast<size_t>(moves));
+  if (batch > 1) {
+    const int made = try_batch(layer, cell, bare, batch, highest);
+    if (made > 0) return made;
+  }
   for (const bool over : {false, true}) {
     int tried = 0;
-    for (const auto& [load, rank] : receivers) {
+    for (const auto& [load, rank] : receivers_) {
       if (over != (layer.room(rank) == 0)) continue;
-      Trial trial;
-      trial.rank = rank;
-      trial.victim = over ? pick_victim(layer, rank, bare) : -1;
-      trial.expert = pick_expert(layer, rank, highest - load);
-      if (trial.expert < 0 || (over && trial.victim < 0)) continue;
-      if (attempt(layer, cell, trial, highest)) return true;
+      const int victim = over ? pick_victim(layer, rank, bare) : -1;
+      const int expert = pick_expert(layer, rank, highest - load);
+      if (expert < 0 || (over && victim < 0)) continue;
+      if (attempt(layer, cell, Trial{expert, rank, victim}, highest)) return 1;
       if (++tried == kReceivers) break;
     }
   }
-  return false;
+  return 0;
 }
 
 // Exchanges a copy of the full set with one outside of it, judged by the split that follows. First, exchanges that
@@ -146,8 +188,8 @@ int Repair::balance(Layer& layer, int cell, int64_t target, int moves, bool bare
   for (int round = 0; round < kSwapRounds && wanted(1); round++) {
     // Every step lowers the maximum or the number of ranks stuck at it; the bound is only a guard.
     for (size_t i = 0; i < 8 * ranks.size() && wanted(1); i++) {
-      if (try_copies(layer, cell, bare, highest)) {
-        moved++;
+      if (const int made = try_copies(layer, cell, bare, moves - moved, highest)) {
+        moved += made;
       } else if (frugal && wanted(2) && try_exchange(layer, cell, target, highest)) {
         moved += 2;
       } else {

@@ -1,6 +1,9 @@
 // Better balance with few moves: one copy more, in the right place, and then tokens split anew.
 #pragma once
+#include <cstddef>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "cover.h"
 #include "flow.h"
@@ -20,7 +23,10 @@ class Repair {
 
  private:
   struct Trial {
-    int expert = -1, rank = -1, victim = -1;
+    int expert, rank;
+    int victim;  // slot to be freed first, -1 = there is a free one
+    int gone = -1, added = -1;  // what lay there, the slot of the new copy
+    Trial(int expert_, int rank_, int victim_) : expert(expert_), rank(rank_), victim(victim_) {}
   };
   struct Exchange {
     int64_t cost;
@@ -29,15 +35,19 @@ class Repair {
       return std::tie(cost, mine, theirs) < std::tie(o.cost, o.mine, o.theirs);
     }
   };
-  bool try_copies(Layer& layer, int cell, bool bare, int64_t& highest);
+  int try_copies(Layer& layer, int cell, bool bare, int moves, int64_t& highest);
+  int try_batch(Layer& layer, int cell, bool bare, std::size_t most, int64_t& highest);
+  void apply(Layer& layer, Trial& trial) const;
+  void revert(Layer& layer, const Trial& trial) const;
   bool try_exchange(Layer& layer, int cell, int64_t target, int64_t& highest);
   bool attempt_exchange(Layer& layer, int cell, const Exchange& trial, int64_t& highest);
   int pick_expert(const Layer& layer, int rank, int64_t wanted) const;
   int pick_victim(const Layer& layer, int rank, bool bare) const;
-  bool attempt(Layer& layer, int cell, const Trial& trial, int64_t& highest);
+  bool attempt(Layer& layer, int cell, Trial trial, int64_t& highest);
 
   Flow flow_;
   std::vector<uint8_t> cut_, next_cut_;
+  std::vector<std::pair<int64_t, int>> receivers_;  // (load, rank) outside the cut, emptiest first
 };
 
 }  // namespace ep::placement

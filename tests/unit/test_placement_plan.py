@@ -338,6 +338,18 @@ def test_moves_are_bounded_and_bytes_counted_per_layer():
     assert free.report.mean_imbalance_after < some.report.mean_imbalance_after
 
 
+def test_many_ranks_and_loads_that_turned_round_take_a_bounded_number_of_splits():
+    """Several copies per split there; every rule still holds, limits too."""
+    loads = (np.random.default_rng(17).lognormal(0, 1, (2, 100)) * 1e4).astype(np.int64)
+    ranks = cluster(256, 1, nodes=32)
+    first = check(plan(loads, ranks), ranks)
+    for limit in (None, 7):
+        policy = PlanPolicy(max_moves=limit)
+        again = check(plan(loads[:, ::-1], ranks, first.placement, policy), ranks)
+        assert again.report.imbalance_after < again.report.imbalance_before
+        assert limit is None or again.report.moves <= limit
+
+
 def test_lost_experts_come_first_when_moves_are_few():
     loads = np.random.default_rng(9).integers(1, 1_000, (6, 9))
     sizes = SimpleNamespace(layers=6, experts=9, slots_per_rank=5, max_ranks=4)
