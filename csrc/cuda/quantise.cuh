@@ -49,7 +49,8 @@ __device__ __forceinline__ u32 pack_e4m3(const float* v, float by) {
 }
 
 // Scales: fp8 amax / 448 (fp32); mxfp8 the smallest power of two with amax / scale <= 448; nvfp4 amax / 6 rounded to
-// e4m3. A block of zeros has scale 1.
+// e4m3. A block of zeros has scale 1,
+// and so has one whose scale would be subnormal (as on the CPU).
 __device__ __forceinline__ Quantised quantise16(const float (&v)[16], u32 dtype, u32 lanes) {
   float amax = 0.f;
 #pragma unroll
@@ -68,7 +69,8 @@ __device__ __forceinline__ Quantised quantise16(const float (&v)[16], u32 dtype,
     q.scale = s;
     return q;
   }
-  float scale = amax > 0.f ? amax / 448.f : 1.f;
+  float scale = amax / 448.f;
+  if (!(scale >= 0x1p-126f)) scale = 1.f;  // zeros, and values whose inverse scale would overflow
   q.scale = __float_as_uint(scale);
   if (dtype == EP_MXFP8) {
     u32 exponent = q.scale >> 23;
