@@ -1,4 +1,4 @@
-"""What plans cost: weights before moves, few moves, bounded moves, slots that stay what they are."""
+"""What plans cost: weights before moves, few and bounded moves, slots that stay what they are."""
 
 from types import SimpleNamespace
 
