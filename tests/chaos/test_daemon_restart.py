@@ -87,7 +87,7 @@ def test_an_engine_that_left_while_the_daemon_was_away_has_left() -> None:
         assert engine.ask("close") == "closed"
         lab.controller.forget()
         daemon.start()
-        assert lab.dead(0).cause == "detached"
+        assert lab.empty(0).cause == "detached"
         lab.ready(0, 2)
         assert engine.ask("close") == "closed"  # alive
 

@@ -233,8 +233,10 @@ def test_waits_are_reported_and_withdrawn() -> None:
             lambda _, m: m.HasField("wait") and m.wait.waited_ms == 0, "its withdrawal"
         )
         assert engines[0].hear() == engines[1].hear() == "stepped 1 2 1"
-        beats = [m.heartbeat for _, m in lab.controller.messages if m.HasField("heartbeat")]
-        assert {r.rank for beat in beats for r in beat.ranks} == {0, 1}
+        lab.controller.wait(
+            lambda _, m: m.HasField("heartbeat") and {r.rank for r in m.heartbeat.ranks} == {0, 1},
+            "a heartbeat with the progress of both",
+        )
 
 
 def test_several_groups_at_once() -> None:
