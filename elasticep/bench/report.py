@@ -199,7 +199,8 @@ def plot(path: str, title: str, unit: str, bars: Mapping[str, Mapping[str, float
     axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel(unit)
     axes.set_title(title)
-    axes.legend()
+    if series:
+        axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

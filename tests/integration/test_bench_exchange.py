@@ -110,3 +110,4 @@ def test_a_figure_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "bars.png"
     report.plot(str(path), "title", "ratio", {"a": {"x": 1.0, "y": 2.0}, "b": {"x": 3.0}})
     assert path.read_bytes().startswith(b"\x89PNG")
+    report.plot(str(path), "nothing was measured", "ratio", {})
