@@ -2,53 +2,56 @@
 
 Every write of a leader compares the key's create revision, so one that was deposed without noticing
 writes nothing. By its own clock a leader gives up when it could not renew its lease for as long as
-the lease lasts, so that nodes look for another.
+the lease lasts, so that nodes look for another. Nobody waits for the lease of a process that is
+seen to be gone: a controller that is restarted leads again at once.
 """
 
 import asyncio
 import json
-import time
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from structlog.typing import FilteringBoundLogger
 
+from elasticep.control import process
 from elasticep.control.records import LEADER
 from elasticep.control.store import CreateRevision, Delete, LeaseLost, Put, Store, StoreRefused
 from elasticep.errors import ElasticEPError, Unavailable
 
 _CALL_S: Final = 1.0
 _RETRY_S: Final = 0.2
+_LOOK_S: Final = 0.1  # how often a standby looks whether a leader on its host is still there
 # What may go wrong with a store for a while.
 STORE_ERRORS: Final = (Unavailable, LeaseLost, StoreRefused)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A controller that may lead. `id` is new for every process."""
+    """A controller that may lead. `id` is new for every one, `process` see `control.process`."""
 
     name: str
     address: str
     id: str
+    process: str = ""
 
     @classmethod
     def new(cls, name: str, address: str) -> "Candidate":
         """A candidate of this process."""
-        return cls(name, address, uuid.uuid4().hex)
+        return cls(name, address, uuid.uuid4().hex, process.identity())
 
     def encode(self) -> bytes:
         """What lies under the leader key."""
-        plain = {"name": self.name, "address": self.address, "id": self.id}
-        return json.dumps(plain, sort_keys=True).encode()
+        return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> "Candidate":
         """Inverse of `encode`; unreadable content is somebody without a name."""
         try:
             plain = json.loads(value)
-            return cls(str(plain["name"]), str(plain["address"]), str(plain["id"]))
+            return cls(*(str(plain[name]) for name in ("name", "address", "id", "process")))
         except (ValueError, KeyError, TypeError):
             return cls("unknown", "", "")
 
@@ -79,9 +82,18 @@ class Election:
         me: this controller.
         ttl_s: time of the lease, seconds.
         log: where events go.
+        clock: seconds, monotonic; None: the running loop's.
     """
 
-    def __init__(self, store: Store, me: Candidate, ttl_s: int, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        store: Store,
+        me: Candidate,
+        ttl_s: int,
+        log: FilteringBoundLogger,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock = clock or asyncio.get_running_loop().time
         self._log = log
         self._store = store
         self._me = me
@@ -106,8 +118,10 @@ class Election:
         if held is not None:
             self.leader = Candidate.decode(held.value)
             if self.leader.id != self._me.id:
-                return None
-            # A term of our own that we gave up, or a write of which we did not hear the outcome.
+                if not process.is_gone(self.leader.process):
+                    return None
+                self._log.info("leader.gone", name=self.leader.name)
+            # Else a term of our own that we gave up, or a write whose outcome we did not hear.
             await self._store.transact(
                 (CreateRevision(LEADER, held.create_revision),),
                 (Delete(LEADER),),
@@ -125,23 +139,38 @@ class Election:
         return None
 
     async def _until_free(self) -> None:
+        """Wait until the leader key is gone, or the process that holds it is."""
         held = await self._store.get(LEADER, deadline_s=_CALL_S)
         if held is None:
             return
         async with aclosing(self._store.watch(LEADER, after_revision=held.mod_revision)) as changes:
-            async for _ in changes:
-                held = await self._store.get(LEADER, deadline_s=_CALL_S)
-                if held is None:
-                    return
+            while held is not None:
                 self.leader = Candidate.decode(held.value)
+                change = asyncio.ensure_future(anext(changes))
+                try:
+                    if not await self._changed(change, self.leader.process):
+                        return
+                finally:
+                    change.cancel()
+                    await asyncio.gather(change, return_exceptions=True)
+                held = await self._store.get(LEADER, deadline_s=_CALL_S)
+
+    @staticmethod
+    async def _changed(change: "asyncio.Future[int]", holder: str) -> bool:
+        """Wait for a change; False when the holder is seen to be gone before."""
+        look_s = _LOOK_S if process.is_local(holder) else None
+        while not (await asyncio.wait({change}, timeout=look_s))[0]:
+            if process.is_gone(holder):
+                return False
+        return True
 
     async def hold(self, lead: Lead) -> None:
         """Renew the lease until it cannot be; returns when the lead is lost."""
         watcher = asyncio.create_task(self._watch_own(lead))
         try:
-            good_until = time.monotonic() + self._ttl_s
-            while (left_s := good_until - time.monotonic()) > 0:
-                began = time.monotonic()
+            good_until = self._clock() + self._ttl_s
+            while (left_s := good_until - self._clock()) > 0:
+                began = self._clock()
                 try:
                     ttl_s = await self._store.lease_keepalive(
                         lead.lease, deadline_s=max(0.05, min(_CALL_S, left_s))

@@ -1,6 +1,6 @@
 """The keys of the store and what lies under them.
 
-    /elasticep/v1/leader                          {name, id, address}, leased
+    /elasticep/v1/leader                          {name, id, address, process}, leased
     /elasticep/v1/nodes/<node>                    NodeEndpoint
     /elasticep/v1/groups/<group>/config           GroupConfig
     /elasticep/v1/groups/<group>/view             View with placement, compressed
