@@ -31,6 +31,9 @@ from elasticep.group import GroupConfig
 
 __all__ = ["Membership", "Saved"]
 
+DETACHED = "detached"
+"""Cause of an end that was asked for (see `Seat.cause` in the protos)."""
+
 
 class Membership:
     """One group's members and views.
@@ -162,7 +165,9 @@ class Membership:
                 out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
         elif report.state is SeatState.DEAD:
             if seat.live:
-                self._s.end(seat, now_ms, report.cause or "it ended", out, at_once=True)
+                why = report.cause or "it ended"
+                clean = report.cause == DETACHED  # an engine that is restarted does not flap
+                self._s.end(seat, now_ms, why, out, at_once=True, counts=not clean)
         else:
             self._up(seat, report, now_ms, out)
 

@@ -427,7 +427,7 @@ class Seat(_message.Message):
     epoch: _builtins.int
     """epoch that the rank runs in, 0 = none"""
     cause: _builtins.str
-    """why it is dead"""
+    """why it is dead; "detached": its engine left in order"""
     def __init__(
         self,
         *,

@@ -539,6 +539,14 @@ def test_a_rank_that_dies_three_times_in_ten_minutes_waits_for_a_person() -> Non
     assert members(world)[3] == (3, 4)
 
 
+def test_engines_that_are_restarted_in_order_are_no_flapping() -> None:
+    world = formed(flap_limit=3)
+    for _ in range(5):
+        world.kill(3, "detached")
+        world.settle()
+    assert (3, 6) in members(world)
+
+
 def test_deaths_that_lie_far_apart_are_no_flapping() -> None:
     world = formed(flap_limit=3)
     for _ in range(5):
