@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from structlog.typing import FilteringBoundLogger
 
@@ -43,6 +43,8 @@ from elasticep.runtime.transport.server import FdServer
 
 if TYPE_CHECKING:
     import grpc
+
+_RESTART_S: Final = 1.0
 
 
 class Daemon:
@@ -146,6 +148,7 @@ class Daemon:
     async def _start(self) -> None:
         config, loop = self._node.config, asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        loop.set_exception_handler(self._unexpected)
         self._directory.take()
         for number, action in (
             (signal.SIGTERM, self.stop),
@@ -168,9 +171,9 @@ class Daemon:
         if config.metrics_port >= 0:
             self._page = MetricsPage(self._node.metrics, config.metrics_host, config.metrics_port)
         self._session.start()
-        self._background(self._poller.run())
+        self._background("poller", self._poller.run)
         if self._notifier.watchdog_s:
-            self._background(self._ping())
+            self._background("watchdog", self._ping)
         self._notifier.ready(f"node {config.node}, {len(self._registry.keepers())} seats restored")
         self._log.info(
             "daemon.ready",
@@ -208,19 +211,49 @@ class Daemon:
             missing = awaited(self._registry.keepers())
         for keeper in missing:
             self._log.warning("seat.awaited", group=keeper.group.name, rank=keeper.rank)
-        self._background(self._give_up_on_lost())
+        self._background("reattach", self._give_up_on_lost)
+        self._background("peers", self._fetch_peers)
 
     async def _give_up_on_lost(self) -> None:
         await asyncio.sleep(self._limits.reattach_limit_s)
         end_lost(self._registry.keepers(), self._limits.reattach_limit_s)
+
+    async def _fetch_peers(self) -> None:
+        """Map the headers of the other members again, so that deaths here reach them at once."""
+        for group in list(self._registry.groups.values()):
+            for rank, (incarnation, node) in list(group.members.items()):
+                endpoint = group.nodes.get(node)
+                if rank in group.keepers or endpoint is None:
+                    continue
+                try:
+                    await group.peers.get(rank, incarnation, endpoint)
+                except ElasticEPError as error:
+                    self._log.info("peer.not_mapped", group=group.name, error=str(error))
 
     async def _ping(self) -> None:
         while True:
             self._notifier.alive()
             await asyncio.sleep(self._notifier.watchdog_s / 2)
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
+    def _background(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.append(asyncio.create_task(self._keep_running(name, work)))
+
+    async def _keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What serves in the background does not end silently: it is reported and begun anew."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                self._log.exception("background.failed", task=name)
+                await asyncio.sleep(_RESTART_S)
+            else:
+                return
+
+    def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: nothing may bring the daemon down, and nothing may go unseen."""
+        self._log.error(
+            "loop.error", what=context.get("message"), exc_info=context.get("exception")
+        )
 
     # ---- while it runs
 

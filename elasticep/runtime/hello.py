@@ -74,6 +74,9 @@ class Reception:
             refuse(connection, error.status, str(error))
         except ElasticEPError as error:
             refuse(connection, Error.EMISMATCH, str(error))
+        except Exception:  # whoever sent it: the others go on
+            self._node.log.exception("connection.failed", message=message.kind.name)
+            connection.close("an error of the daemon, see its log")
         finally:
             close_all(fds)
 

@@ -232,10 +232,18 @@ class SeatKeeper:
     # ---- memory, processes, connections
 
     def take_memory(self, memory: SeatMemory) -> None:
-        """Own this memory: watch its locks, let it take dead words, keep it over a restart."""
+        """Own this memory: watch its locks, let it take dead words, keep it over a restart.
+
+        Raises:
+            ConfigError: the watcher has no room for another seat; the memory is closed.
+        """
+        try:
+            self.node.watcher.watch(self.key, self.group.key, memory.header)
+        except ElasticEPError:
+            memory.close()
+            raise
         self.memory = memory
         self.node.watcher.peer_add(self.group.key, memory.header)
-        self.node.watcher.watch(self.key, self.group.key, memory.header)
         self.node.fd_store.put(self.group.name, self.rank, memory.fds)
 
     def drop_memory(self) -> None:

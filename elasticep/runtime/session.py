@@ -160,6 +160,9 @@ class Session:
             why = str(typed_error(error, error.code().name))
         except (TimeoutError, EOFError, asyncio.InvalidStateError) as error:
             why = str(error) or "no answer in time"
+        except Exception as error:  # whatever it sent: the node goes on, with a new connection
+            self._node.log.exception("controller.session_failed", address=address)
+            why = repr(error)
         finally:
             self._outbox = self._channel = None
             self._node.metrics.connected.set(0)

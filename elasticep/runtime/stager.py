@@ -20,6 +20,7 @@ from elasticep.proto import controller_pb2, types_pb2
 from elasticep.runtime import seats
 from elasticep.runtime.limits import MAX_EPOCH_LAG, MAX_PROPOSALS
 from elasticep.runtime.node import Node
+from elasticep.runtime.regions.memory import SeatMemory
 from elasticep.runtime.regions.peers import Endpoint
 from elasticep.runtime.transport.messages import MAX_FDS, Message
 
@@ -219,16 +220,19 @@ class Stager:
         self, proposal: _Proposal, keeper: "SeatKeeper", progress: _Progress
     ) -> None:
         link = keeper.runner_link
-        fresh: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+        fresh: list[tuple[int, SeatMemory]] = []
         for rank, (incarnation, node) in sorted(proposal.members.items()):
             if rank != keeper.rank:
-                identity, fds = await self._memory_of(rank, incarnation, node)
-                if progress.sent.get(rank) != identity:
-                    fresh.append((rank, identity, fds))
+                memory = await self._memory_of(rank, incarnation, node)
+                if progress.sent.get(rank) != memory.identity:
+                    fresh.append((rank, memory))
         overtaken = self._proposals.get(proposal.epoch) is not proposal
         if overtaken or link is None or link is not keeper.runner_link:
             progress.asked.discard(proposal.epoch)
             return  # or it has connected anew, and starts from the beginning
+        for rank, memory in fresh:
+            if memory.closed:
+                raise Unavailable(f"the memory of rank {rank} was replaced while others were asked")
         if 2 * len(fresh) + 1 > MAX_FDS:
             raise ConfigError(
                 f"view {proposal.epoch} brings {len(fresh)} new peers to rank {keeper.rank}; one "
@@ -241,25 +245,22 @@ class Stager:
                 a=proposal.epoch,
                 b=len(fresh),
                 text=self._group.name,
-                body=struct.pack(f"<{len(fresh)}I", *(rank for rank, _, _ in fresh)),
+                body=struct.pack(f"<{len(fresh)}I", *(rank for rank, _ in fresh)),
             ),
-            [proposal.bank_fd, *(fd for _, _, fds in fresh for fd in fds)],
+            [proposal.bank_fd, *(fd for _, memory in fresh for fd in memory.fds)],
         )
-        progress.sent.update({rank: identity for rank, identity, _ in fresh})
+        progress.sent.update({rank: memory.identity for rank, memory in fresh})
 
-    async def _memory_of(
-        self, rank: int, incarnation: int, node: str
-    ) -> tuple[tuple[int, int], tuple[int, int]]:
+    async def _memory_of(self, rank: int, incarnation: int, node: str) -> SeatMemory:
         own = self._group.keepers.get(rank)
         if own is not None:
             if own.memory is None:
                 raise Unavailable(f"rank {rank} of this node has no memory yet")
-            return own.memory.identity, own.memory.fds
+            return own.memory
         endpoint = self._group.nodes.get(node)
         if endpoint is None:
             raise Unavailable(f"rank {rank} is on node {node!r}, which the proposal does not name")
-        memory = await self._group.peers.get(rank, incarnation, endpoint)
-        return memory.identity, memory.fds
+        return await self._group.peers.get(rank, incarnation, endpoint)
 
     # ---- answers
 

@@ -212,6 +212,41 @@ def test_views_that_cannot_be_staged_are_answered_with_the_reason() -> None:
         assert lab.step(engines) == ["stepped 1 2 1"] * 2
 
 
+def test_orders_that_make_no_sense_break_nothing() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0-1")
+        engines = lab.serve(daemon, [0, 1])
+        order = controller_pb2.ControllerMessage
+        good = small_config().to_proto()
+        huge = types_pb2.View(group="g", epoch=2**64 - 1)
+        huge.members.add(rank=2**32 - 1, incarnation=2**32 - 1, node="n0")
+        huge.expelled.add(rank=2**32 - 1, incarnation=2**32 - 1)
+        nonsense = [
+            order(),
+            order(grant=controller_pb2.SeatGrant()),
+            order(grant=controller_pb2.SeatGrant(config=good, rank=9, incarnation=1)),
+            order(grant=controller_pb2.SeatGrant(config=good, rank=0, incarnation=2)),
+            order(grant=controller_pb2.SeatGrant(config=small_config("h").to_proto(), rank=0)),
+            order(proposal=controller_pb2.Proposal()),
+            order(proposal=controller_pb2.Proposal(view=huge, stage_ranks=[0, 7])),
+            order(
+                proposal=controller_pb2.Proposal(
+                    view=types_pb2.View(group="g", epoch=2), stage_ranks=[0]
+                )
+            ),
+            order(fence=controller_pb2.Fence(group="g", rank=77, incarnation=1)),
+            order(fence=controller_pb2.Fence(group="g", rank=0, incarnation=0, reason="x" * 9999)),
+        ]
+        for message in nonsense:
+            lab.controller.order("n0", message)
+        assert "slot_expert" in lab.staged(0, 2).error
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+        assert not daemon.events("loop.error")
+        assert not daemon.events("controller.session_failed")
+        assert not daemon.events("controller.lost")
+
+
 def test_waits_are_reported_and_withdrawn() -> None:
     quick = small_config(timeouts=Timeouts(suspect_after_ms=60, hang_timeout_ms=600))
     with Lab() as lab:

@@ -69,6 +69,20 @@ def test_ranks_of_two_nodes_step_together(launch: Launch) -> None:
         assert sum("header" in name for name in names) == 2, names
 
 
+def test_a_restarted_daemon_maps_its_peers_again() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemons, engines = two_nodes(lab)
+        serve(lab, engines)
+        daemons[0].kill()
+        daemons[0].start()
+        wait_for(
+            lambda: sum("-1-header" in name for name in memfds(daemons[0])) == 1,
+            "the header of rank 1 to be mapped again",
+        )
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+
+
 def memfds(daemon: DaemonProcess) -> list[str]:
     links = [fd for fd in Path(f"/proc/{daemon.pid}/fd").iterdir() if fd.is_symlink()]
     return [name for fd in links if (name := os.readlink(fd)).startswith("/memfd:")]

@@ -82,6 +82,11 @@ class SeatMemory:
         """Header and data, in the order in which messages carry them."""
         return self.header_fd, self.data_fd
 
+    @property
+    def closed(self) -> bool:
+        """Whether the descriptors are gone."""
+        return self.header_fd < 0
+
     def close(self) -> None:
         """Unmap and let go; the memory is freed when nobody else holds it."""
         self.header.close()
