@@ -1,6 +1,7 @@
 """The SEQPACKET socket of a daemon: tickets, strangers, garbage."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 from elasticep.native import abi
+from elasticep.proto import node_pb2, node_pb2_grpc
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, wait_for
 
@@ -135,3 +137,40 @@ def test_another_user_is_turned_away() -> None:
             timeout=30,
         )
         assert "user 65534 may not use the daemon of user 0" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_tcp_beyond_this_host_is_mutual_tls() -> None:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=lab.folder, check=True, capture_output=True)
+
+    with Lab() as lab:
+        new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+        openssl(*new, "-nodes", "-keyout", "ca.log", "-out", "ca.crt.log", "-subj", "/CN=ca")
+        signed = ("-CA", "ca.crt.log", "-CAkey", "ca.log", "-subj", "/CN=n0")
+        names = ("-addext", "subjectAltName=IP:127.0.0.1")
+        openssl(*new, "-nodes", "-keyout", "key.log", "-out", "crt.log", *signed, *names)
+        files = {name: str(lab.folder / name) for name in ("crt.log", "key.log", "ca.crt.log")}
+        daemon = lab.daemon(
+            *("n0", "g:0", "--listen", "127.0.0.1:0", "--tls-cert", files["crt.log"]),
+            *("--tls-key", files["key.log"], "--tls-ca", files["ca.crt.log"]),
+        )
+        assert daemon.status().node == "n0"  # over the Unix socket as ever
+        address = daemon.events("daemon.ready")[0]["grpc"]
+        ca, key, cert = (
+            Path(files[name]).read_bytes() for name in ("ca.crt.log", "key.log", "crt.log")
+        )
+
+        def ask(channel: grpc.Channel) -> str:
+            with channel:
+                stub = node_pb2_grpc.NodeServiceStub(channel)
+                return str(stub.GetStatus(node_pb2.GetStatusRequest(), timeout=5).node)
+
+        mutual = grpc.ssl_channel_credentials(ca, key, cert)
+        assert ask(grpc.secure_channel(address, mutual)) == "n0"
+        for stranger in (
+            grpc.insecure_channel(address),
+            grpc.secure_channel(address, grpc.ssl_channel_credentials(ca)),
+        ):
+            with pytest.raises(grpc.RpcError):
+                ask(stranger)
