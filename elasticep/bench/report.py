@@ -134,10 +134,8 @@ class Ratio:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return format(self, ".2f")
-
     def __format__(self, spec: str) -> str:
+        spec = spec or ".2f"
         low, high = format(self.low, spec), format(self.high, spec)
         return f"{format(self.median, spec)} [{low}, {high}]"
 

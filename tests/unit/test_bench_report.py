@@ -27,6 +27,8 @@ def test_paired_ratio_is_of_pairs_and_not_of_medians() -> None:
     below = [1.0, 10.0, 100.0, 1000.0]
     ratio = report.paired_ratio([2 * value for value in below], below)
     assert (ratio.median, ratio.low, ratio.high) == (2, 2, 2)
+    assert f"{ratio}" == "2.00 [2.00, 2.00]"
+    assert f"{ratio:.1f}" == "2.0 [2.0, 2.0]"
     with pytest.raises(ConfigError, match="no pairs"):
         report.paired_ratio([1.0], [])
 
