@@ -52,6 +52,8 @@ class Controller:
         config: its settings.
         store: what it writes to; None opens the one that the config names.
         log: where events go; None: structlog's logger.
+        metrics: counters; None makes new ones.
+        clock: seconds, monotonic; None: the running loop's.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class Controller:
         config: ControllerConfig,
         store: Store | None = None,
         log: FilteringBoundLogger | None = None,
+        metrics: ControllerMetrics | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.config = config
+        self._clock = clock
         self.log: FilteringBoundLogger = log if log is not None else structlog.get_logger()
-        self.metrics = ControllerMetrics()
+        self.metrics = metrics or ControllerMetrics()
         self.address = ""  # what it listens on, once it does
         self.term: Term | None = None
         self._store = store if store is not None else open_store(config)
@@ -115,7 +120,8 @@ class Controller:
             await self._listen()
             if started is not None:
                 started(self)
-            work = asyncio.ensure_future(self._campaign())
+            candidate = Candidate.new(self.name, self.config.advertise or self.address)
+            work = asyncio.ensure_future(self.campaign(candidate))
             waiting = asyncio.ensure_future(stop.wait())
             try:
                 await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,12 +168,6 @@ class Controller:
         advertised = config.advertise or self.address
         if config.tls.enabled and not config.advertise and is_loopback(advertised):
             self.log.warning("controller.advertises_loopback", address=advertised)
-        self._election = Election(
-            self._store,
-            Candidate.new(self.name, advertised),
-            config.lease_ttl_s,
-            self.log,
-        )
         self.log.info("controller.listening", address=self.address, name=self.name)
 
     def _serve_metrics(self) -> None:
@@ -184,8 +184,10 @@ class Controller:
         self._metrics_server = server
         self.metrics_port = server.server_port
 
-    async def _campaign(self) -> None:
-        assert self._election is not None
+    async def campaign(self, candidate: Candidate) -> None:
+        """Take part in elections, and lead while it may; for good."""
+        ttl_s = self.config.lease_ttl_s
+        self._election = Election(self._store, candidate, ttl_s, self.log, self._clock)
         while True:
             lead = await self._election.campaign()
             try:
@@ -221,7 +223,9 @@ class Controller:
 
     async def _serve(self, lead: Lead) -> None:
         snapshot = await self._store.list(records.PREFIX)
-        term = Term(self._store, lead, records.load(snapshot.items), self.metrics, self.log)
+        term = Term(
+            self._store, lead, records.load(snapshot.items), self.metrics, self.log, self._clock
+        )
         self.term = term
         self.metrics.leader.set(1)
         self.metrics.terms.inc()

@@ -57,6 +57,7 @@ class Term:
         loaded: what the store holds.
         metrics: counters.
         log: where events go.
+        clock: seconds, monotonic; None: the running loop's.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Term:
         loaded: records.Loaded,
         metrics: ControllerMetrics,
         log: FilteringBoundLogger,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        self._clock = clock or asyncio.get_running_loop().time
         self._log = log
         self._store = store
         self._lead = lead
@@ -85,10 +88,9 @@ class Term:
             heartbeat=ControllerHeartbeat(leader_revision=lead.revision)
         )
 
-    @staticmethod
-    def now_ms() -> int:
+    def now_ms(self) -> int:
         """The clock of all events."""
-        return time.monotonic_ns() // 1_000_000
+        return int(self._clock() * 1_000)
 
     async def run(self) -> None:
         """Lead until something ends the term; raises what did."""
@@ -263,10 +265,10 @@ class Term:
         while True:
             commit = await self._commits.get()
             try:
-                began = time.monotonic()
+                began = self._clock()
                 await self._commit(commit)
                 if commit.operations:
-                    self._metrics.write_seconds.observe(time.monotonic() - began)
+                    self._metrics.write_seconds.observe(self._clock() - began)
             except BaseException:
                 commit.done.cancel()
                 raise
