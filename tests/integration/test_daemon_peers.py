@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from elasticep.group import Launch
-from elasticep.proto import node_pb2, types_pb2
+from elasticep.proto import controller_pb2, node_pb2, types_pb2
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, EngineProcess, reason_of, view_of, wait_for
 
@@ -67,6 +67,31 @@ def test_ranks_of_two_nodes_step_together(launch: Launch) -> None:
         names = memfds(daemons[0])
         assert sum("view" in name for name in names) <= 2, names
         assert sum("header" in name for name in names) == 2, names
+
+
+def test_an_expelled_rank_of_another_node_is_dead_here_at_once() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        _, engines = two_nodes(lab)
+        serve(lab, engines)
+        engines[0].say("step")  # waits at the barrier for rank 1, which never comes
+        view = view_of(small_config(), 2, 1, {0: (1, "n0")}, expelled={1: 1})
+        nodes = list(lab.controller.endpoints.values())
+        proposal = controller_pb2.Proposal(view=view, nodes=nodes, stage_ranks=[0])
+        lab.controller.order("n0", controller_pb2.ControllerMessage(proposal=proposal))
+        assert engines[0].hear().startswith("stepped 2 ")
+
+
+def test_a_rank_that_detached_is_dead_to_those_that_wait_for_it() -> None:
+    inline = small_config(launch=Launch.INLINE)
+    with Lab() as lab:
+        lab.create(inline)
+        daemon = lab.daemon("n0", "g:0-1")
+        engines = lab.serve(daemon, [0, 1])
+        assert engines[1].ask("close") == "closed"
+        lab.empty(1)
+        answer = engines[0].ask("step 300")
+        assert "is dead and no later view" in answer, answer
 
 
 def test_a_restarted_daemon_maps_its_peers_again() -> None:
