@@ -45,7 +45,7 @@ _EXPORTS: dict[str, str] = {
     "SeatTaken": "elasticep.errors",
     "Session": "elasticep.client.session",
     "SpecError": "elasticep.errors",
-    "Step": "elasticep.client.session",
+    "Step": "elasticep.client.step",
     "StepTimeout": "elasticep.errors",
     "StepTorn": "elasticep.errors",
     "TensorError": "elasticep.errors",
@@ -62,7 +62,8 @@ _EXPORTS: dict[str, str] = {
 if TYPE_CHECKING:
     from elasticep.client.attach import attach
     from elasticep.client.exchange import Exchange, Received
-    from elasticep.client.session import Session, Step
+    from elasticep.client.session import Session
+    from elasticep.client.step import Step
     from elasticep.client.view import View
     from elasticep.errors import (
         AttachError,

@@ -5,7 +5,8 @@ only when a session is asked for an exchange.
 """
 
 from elasticep.client.attach import attach
-from elasticep.client.session import Session, Step
+from elasticep.client.session import Session
+from elasticep.client.step import Step
 from elasticep.client.view import View
 
 __all__ = ["Session", "Step", "View", "attach"]

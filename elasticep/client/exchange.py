@@ -23,7 +23,8 @@ from elasticep.native import abi
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
-    from elasticep.client.session import Session, Step
+    from elasticep.client.session import Session
+    from elasticep.client.step import Step
 
 __all__ = ["Exchange", "Received"]
 

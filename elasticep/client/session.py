@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticep.client.handle import SessionHandle
+from elasticep.client.step import Step
 from elasticep.client.view import View
 from elasticep.client.weights import EngineWeights, LoadWeights
 from elasticep.errors import (
@@ -32,84 +33,12 @@ from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from elasticep.client.auto import AnyExchange
+
+__all__ = ["Session", "Step"]
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
-
-
-class Step:
-    """One forward pass of all members, opened by the step barrier. Use it with `with`, once.
-
-    Attributes:
-        number: of the barrier; the same on all members, and of no meaning after a repeat.
-        epoch: of the view that the step runs in, 0 before the barrier.
-        prompt: whether any rank brings prompt tokens, so that all prefill (preset `AUTO`).
-        work: agreed completion: the number of the work that all ranks run in this step.
-        settled: agreed completion: the last work that is complete on all ranks.
-        complete: after the block: whether the step counts. False: repeat it.
-    """
-
-    def __init__(
-        self, session: "Session", tokens: int, timeout_ms: int, prompt: bool = False
-    ) -> None:
-        self.number = 0
-        self.epoch = 0
-        self.complete = False
-        self.prompt = False
-        self.work = 0
-        self.settled = 0
-        self.members: MappingProxyType[int, int] = MappingProxyType({})
-        self._session = session
-        self._tokens = tokens
-        self._announced = tokens | (abi.TOKENS_PROMPT if prompt else 0)
-        self._timeout_ms = timeout_ms
-        self._begun = False
-        self._open_exchanges: set[tuple[int, int]] = set()
-        self._lost: dict[int, NDArray[np.uint8]] = {}
-
-    @property
-    def token_ok(self) -> "torch.Tensor":
-        """Bool `[tokens]` on the CPU: False where a lost expert was needed (policy `serve` only).
-
-        Raises:
-            UsageError: the exchanges of this step had different numbers of tokens; use
-                `Received.token_ok` of each.
-        """
-        import torch
-
-        if len(self._lost) > 1:
-            raise UsageError(
-                f"exchanges of this step brought {sorted(self._lost)} tokens, so one mask does not "
-                "fit; use token_ok of what each dispatch returned"
-            )
-        for lost in self._lost.values():
-            return torch.from_numpy(lost == 0)
-        return torch.ones(self._tokens, dtype=torch.bool)
-
-    def __enter__(self) -> Self:
-        if self._begun:
-            raise UsageError("this step was entered before; call session.step() for each step")
-        self._begun = True
-        self._session._begin(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        return self._session._end(self, error)
-
-    def _note_lost(self, lost: NDArray[np.uint8]) -> None:
-        held = self._lost.get(len(lost))
-        if held is None:
-            self._lost[len(lost)] = lost.copy()
-        else:
-            np.maximum(held, lost, out=held)
 
 
 class Session:

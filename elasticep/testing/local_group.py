@@ -6,12 +6,10 @@ socket, watches the robust futexes and stages views. Engines may be threads of t
 `socket_path` with a `ticket`.
 """
 
-import array
 import contextlib
 import ctypes
 import mmap
 import os
-import select
 import shutil
 import signal
 import socket
@@ -28,11 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticep.native import abi
+from elasticep.testing.fd_socket import FdSocket, Handlers, Welcome, message_of, send
+from elasticep.testing.placements import equal_weights, spread
 from elasticep.testing.raw import RawSession
+
+__all__ = ["LocalGroup", "equal_weights", "spread"]
 
 DEADLINE_S: Final = 20.0
 _GROUP_KEY: Final = 1
-_MAX_MESSAGE: Final = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -45,7 +46,6 @@ class _Seat:
     runner: socket.socket | None = None
     staged: dict[int, tuple[int, str]] = field(default_factory=dict)  # epoch -> status, text
     sent_peers: set[int] = field(default_factory=set)
-    adopted: int = 0
 
 
 class LocalGroup:
@@ -76,18 +76,16 @@ class LocalGroup:
         abi.check(self._api.ep_layout(ctypes.byref(geometry), ctypes.byref(self.layout)), "layout")
         self._dir = tempfile.mkdtemp(prefix="eep-")
         self.socket_path = os.path.join(self._dir, "fd")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.socket_path)
-        self._listener.listen(64)
         self._changed = threading.Condition()
         self._seats: dict[int, _Seat] = {}
         self._tickets: dict[str, tuple[int, int]] = {}  # ticket -> rank, role
         self._events: list[abi.Event] = []
-        self._connections: dict[int, tuple[socket.socket, int]] = {}
         self._watcher = self._api.ep_watcher_new()
-        self._stop_read, self._stop_write = os.pipe()
-        self._thread = threading.Thread(target=self._serve, name="local-group", daemon=True)
-        self._thread.start()
+        handlers = Handlers(
+            self._welcome, self._arrived, self._heard, self._gone, self._take_events, self._notify
+        )
+        event_fd = self._api.ep_watcher_fd(self._watcher)
+        self._socket = FdSocket(self.socket_path, event_fd, handlers)
         for rank in range(geometry.max_ranks) if ranks is None else ranks:
             self.open_seat(rank)
 
@@ -268,9 +266,9 @@ class LocalGroup:
             bank,
             *(fd for p in new for fd in (self._seats[p].header_fd, self._seats[p].data_fd)),
         ]
-        message = _message(abi.MessageType.STAGE, rank=rank, a=epoch, b=len(new))
+        message = message_of(abi.MessageType.STAGE, rank=rank, a=epoch, b=len(new))
         body = np.array(new, np.uint32).tobytes()
-        _send(seat.runner, bytes(message) + body, fds)
+        send(seat.runner, bytes(message) + body, fds)
 
     # ---- the socket
 
@@ -290,26 +288,6 @@ class LocalGroup:
         with self._changed:
             return [e for e in self._events if e.kind == abi.EventKind.DIED]
 
-    def _serve(self) -> None:
-        poll = select.poll()
-        event_fd = self._api.ep_watcher_fd(self._watcher)
-        for fd in (self._listener.fileno(), event_fd, self._stop_read):
-            poll.register(fd, select.POLLIN)
-        while True:
-            for fd, _ in poll.poll():
-                if fd == self._stop_read:
-                    return
-                if fd == self._listener.fileno():
-                    connection, _peer = self._listener.accept()
-                    self._connections[connection.fileno()] = (connection, -1)
-                    poll.register(connection.fileno(), select.POLLIN)
-                elif fd == event_fd:
-                    self._take_events()
-                else:
-                    self._take_message(fd, poll)
-            with self._changed:
-                self._changed.notify_all()
-
     def _take_events(self) -> None:
         while True:
             event = abi.Event()
@@ -318,45 +296,13 @@ class LocalGroup:
             with self._changed:
                 self._events.append(event)
 
-    def _take_message(self, fd: int, poll: select.poll) -> None:
-        connection, rank = self._connections[fd]
-        try:
-            data = connection.recv(_MAX_MESSAGE)
-        except OSError:
-            data = b""
-        if len(data) < ctypes.sizeof(abi.Message):
-            poll.unregister(fd)
-            self._connections.pop(fd)
-            with self._changed:
-                seat = self._seats.get(rank)
-                if seat is not None and seat.runner is connection:
-                    seat.runner = None
-            connection.close()
-            return
-        message = abi.Message.from_buffer_copy(data[: ctypes.sizeof(abi.Message)])
-        if message.type == abi.MessageType.HELLO:
-            self._welcome(connection, message)
-        elif rank >= 0:
-            seat = self._seats[rank]
-            with self._changed:
-                if message.type == abi.MessageType.STAGED:
-                    seat.staged[message.a] = (message.status, message.text.decode())
-                elif message.type == abi.MessageType.ADOPTED:
-                    seat.adopted = message.a
-
-    def _welcome(self, connection: socket.socket, hello: abi.Message) -> None:
-        known = self._tickets.pop(hello.text.decode(), None)
-        if known is None or known[1] != hello.a:
-            _send(
-                connection,
-                bytes(_message(abi.MessageType.REFUSED, status=-1, text=b"unknown ticket")),
-                [],
-            )
-            return
-        rank, role = known
+    def _welcome(self, ticket: str, role: int) -> Welcome | None:
+        known = self._tickets.pop(ticket, None)
+        if known is None or known[1] != role:
+            return None
+        rank = known[0]
         seat = self._seats[rank]
-        self._connections[connection.fileno()] = (connection, rank)
-        answer = _message(
+        message = message_of(
             abi.MessageType.WELCOME,
             rank=rank,
             a=seat.incarnation,
@@ -364,11 +310,29 @@ class LocalGroup:
             c=self.layout.digest,
             text=b"local",
         )
-        _send(connection, bytes(answer) + bytes(self.geometry), [seat.header_fd, seat.data_fd])
-        runs = role == abi.Role.WORKER or self.geometry.launch == abi.Launch.INLINE
-        if runs:
+        body = bytes(message) + bytes(self.geometry)
+        return Welcome(rank, body, (seat.header_fd, seat.data_fd))
+
+    def _arrived(self, rank: int, role: int, connection: socket.socket) -> None:
+        if role == abi.Role.WORKER or self.geometry.launch == abi.Launch.INLINE:
             with self._changed:
-                seat.runner = connection
+                self._seats[rank].runner = connection
+
+    def _heard(self, rank: int, message: abi.Message) -> None:
+        seat = self._seats[rank]
+        with self._changed:
+            if message.type == abi.MessageType.STAGED:
+                seat.staged[message.a] = (message.status, message.text.decode())
+
+    def _gone(self, rank: int, connection: socket.socket) -> None:
+        seat = self._seats[rank]
+        with self._changed:
+            if seat.runner is connection:
+                seat.runner = None
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # ---- the end
 
@@ -385,14 +349,8 @@ class LocalGroup:
                     seat.worker.kill()
                     seat.worker.wait(DEADLINE_S)
             self._api.ep_watcher_unwatch(self._watcher, rank)
-        os.write(self._stop_write, b"x")
-        self._thread.join(DEADLINE_S)
+        self._socket.close()
         self._api.ep_watcher_free(self._watcher)
-        for connection, _ in self._connections.values():
-            connection.close()
-        self._listener.close()
-        os.close(self._stop_read)
-        os.close(self._stop_write)
         for seat in self._seats.values():
             self._api.ep_header_close(seat.header)
             os.close(seat.header_fd)
@@ -404,63 +362,3 @@ class LocalGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _message(kind: int, **values: Any) -> abi.Message:
-    return abi.Message(magic=abi.MESSAGE_MAGIC, type=kind, **values)
-
-
-def _send(connection: socket.socket, data: bytes, fds: list[int]) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendmsg([data], rights)
-
-
-def equal_weights(
-    slot_expert: npt.NDArray[np.int32], members: Sequence[int]
-) -> npt.NDArray[np.uint32]:
-    """Dispatch weights that split every expert equally over its copies on `members`.
-
-    Args:
-        slot_expert: int32 [layers, max_ranks, slots], -1 = empty.
-        members: ranks that count.
-
-    Returns:
-        uint32 of the same shape; the weights of an expert's copies sum to 65536.
-    """
-    weights = np.zeros(slot_expert.shape, np.uint32)
-    live = np.zeros(slot_expert.shape[1], bool)
-    live[list(members)] = True
-    for layer in range(slot_expert.shape[0]):
-        copies: dict[int, list[tuple[int, int]]] = {}
-        for rank, slot in np.argwhere(slot_expert[layer] >= 0):
-            if live[rank]:
-                copies.setdefault(int(slot_expert[layer, rank, slot]), []).append((rank, slot))
-        for places in copies.values():
-            share, rest = divmod(65536, len(places))
-            for i, (rank, slot) in enumerate(places):
-                weights[layer, rank, slot] = share + (rest if i == 0 else 0)
-    return weights
-
-
-def spread(
-    geometry: abi.Geometry, members: Sequence[int], *, copies: int = 1
-) -> npt.NDArray[np.int32]:
-    """A plain placement: copy c of expert e on the (e + c)-th member, in the next free slot.
-
-    Returns:
-        int32 [layers, max_ranks, slots], -1 = empty.
-
-    Raises:
-        ValueError: the members have too few slots.
-    """
-    table = np.full((geometry.layers, geometry.max_ranks, geometry.slots), -1, np.int32)
-    used = dict.fromkeys(members, 0)
-    for copy in range(copies):
-        for expert in range(geometry.experts):
-            rank = members[(expert + copy) % len(members)]
-            if used[rank] >= geometry.slots:
-                raise ValueError(f"rank {rank} has {geometry.slots} slots, too few for this spread")
-            table[:, rank, used[rank]] = expert
-            used[rank] += 1
-    return table
