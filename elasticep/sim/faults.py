@@ -1,0 +1,223 @@
+"""Faults: what may happen, drawn from the seed, and how it is done to the world."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from elasticep.control import events as ev
+from elasticep.sim.net import STORE
+
+if TYPE_CHECKING:
+    from elasticep.sim.world import World
+
+# kind -> how often it is drawn
+KINDS: Final[dict[str, int]] = {
+    "kill-rank": 8,
+    "stop-rank": 6,
+    "slow-rank": 2,
+    "kill-daemon": 4,
+    "stop-daemon": 2,
+    "lose-node": 3,
+    "kill-controller": 4,
+    "stop-controller": 4,
+    "jump-clock": 2,
+    "store-outage": 3,
+    "slow-store": 3,
+    "compact-store": 1,
+    "cut-node": 3,
+    "cut-controller": 3,
+    "cut-store": 3,
+    "slow-network": 2,
+    "slow-staging": 2,
+    "bad-staging": 2,
+    "drain": 4,
+    "undrain": 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, or that an operator asks for.
+
+    Attributes:
+        at_ms: after the group serves.
+        kind: a key of `KINDS`.
+        target: whom, as a number that the world maps to what there is.
+        lasts_ms: until it is over, for those that end.
+    """
+
+    at_ms: int
+    kind: str
+    target: int
+    lasts_ms: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.target} at {self.at_ms} ms for {self.lasts_ms} ms"
+
+
+def draw(rng: random.Random, count: int, within_ms: int) -> tuple[Fault, ...]:
+    """Faults in the order of their times; half of them close together."""
+    kinds, weights = list(KINDS), list(KINDS.values())
+    faults = []
+    center = rng.randrange(within_ms)
+    for kind in rng.choices(kinds, weights, k=count):
+        near = rng.random() < 0.5
+        at_ms = max(0, center + rng.randrange(-300, 300)) if near else rng.randrange(within_ms)
+        lasts_ms = rng.choice((rng.randrange(1, 50), rng.randrange(50, 800), rng.randrange(2_500)))
+        faults.append(Fault(at_ms, kind, rng.randrange(1 << 16), lasts_ms))
+    return tuple(sorted(faults, key=lambda f: (f.at_ms, f.kind, f.target)))
+
+
+class Injector:
+    """Does faults to a world and takes them back."""
+
+    def __init__(self, world: "World") -> None:
+        self._w = world
+
+    def inject(self, fault: Fault) -> None:
+        """Do one fault; its end comes by itself."""
+        self._w.checker.trace(f"fault: {fault}")
+        getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
+
+    def _later(self, fault: Fault, undo: Callable[[], object]) -> None:
+        self._w.loop.call_later(fault.lasts_ms / 1_000, undo)
+
+    # ---- ranks
+
+    def _kill_rank(self, fault: Fault) -> None:
+        node, seat = self._w.pick_seat(fault.target)
+        if node.powered:
+            node.kill(seat, "worker died")
+
+    def _stop_rank(self, fault: Fault) -> None:
+        _, seat = self._w.pick_seat(fault.target)
+        process = seat.process
+        if process is not None and process.alive and not process.stopped:
+            process.stopped = True
+            self._later(fault, process.cont)
+
+    def _slow_rank(self, fault: Fault) -> None:
+        _, seat = self._w.pick_seat(fault.target)
+        process = seat.process
+        if process is not None:
+            process.slow = 8.0
+            self._later(fault, lambda: setattr(process, "slow", 1.0))
+
+    # ---- nodes
+
+    def _kill_daemon(self, fault: Fault) -> None:
+        node = self._w.pick_node(fault.target)
+        if node.up:
+            node.stop()
+            self._later(fault, node.start)
+
+    def _stop_daemon(self, fault: Fault) -> None:
+        node = self._w.pick_node(fault.target)
+        if node.up and not node.frozen:
+            node.frozen = True
+            self._later(fault, node.cont)
+
+    def _lose_node(self, fault: Fault) -> None:
+        node = self._w.pick_node(fault.target)
+        if node.powered:
+            node.lose()
+            self._later(fault, lambda: node.boot() if not node.powered else None)
+
+    def _slow_staging(self, fault: Fault) -> None:
+        node = self._w.pick_node(fault.target)
+        node.slow_staging = True
+        self._later(fault, lambda: setattr(node, "slow_staging", False))
+
+    def _bad_staging(self, fault: Fault) -> None:
+        self._w.pick_node(fault.target).bad_staging = 1 + fault.target % 2
+
+    # ---- controllers and the store
+
+    def _kill_controller(self, fault: Fault) -> None:
+        controller = self._w.pick_controller(fault.target)
+        if controller.controller is not None:
+            controller.kill()
+            self._later(
+                fault, lambda: controller.start() if controller.controller is None else None
+            )
+
+    def _stop_controller(self, fault: Fault) -> None:
+        controller = self._w.pick_controller(fault.target)
+        controller.pause()
+        process = controller.process
+        self._later(fault, lambda: self._w.loop.continue_process(process))
+
+    def _jump_clock(self, fault: Fault) -> None:
+        """A clock that counts time in suspend, after one."""
+        self._w.pick_controller(fault.target).process.ahead_s += fault.lasts_ms / 1_000
+
+    def _store_outage(self, fault: Fault) -> None:
+        backend = self._w.server.backend
+        backend.set_available(False)
+        self._later(fault, lambda: backend.set_available(True))
+
+    def _slow_store(self, fault: Fault) -> None:
+        self._w.server.slow_s = (fault.target % 600) / 1_000
+        self._later(fault, lambda: setattr(self._w.server, "slow_s", 0.0))
+
+    def _compact_store(self, fault: Fault) -> None:
+        self._w.server.backend.compact()
+
+    # ---- the network
+
+    def _cut(self, fault: Fault, some: set[str], others: set[str]) -> None:
+        links = self._w.net.separate(some, others)
+        self._later(fault, lambda: self._w.net.heal(links))
+
+    def _cut_node(self, fault: Fault) -> None:
+        name = self._w.pick_node(fault.target).name
+        self._cut(fault, {name}, self._w.endpoints - {name})
+
+    def _cut_controller(self, fault: Fault) -> None:
+        name = self._w.pick_controller(fault.target).name
+        self._cut(fault, {name}, set(self._w.nodes) | ({STORE} if fault.target & 1 else set()))
+
+    def _cut_store(self, fault: Fault) -> None:
+        self._cut(fault, {self._w.pick_controller(fault.target).name}, {STORE})
+
+    def _slow_network(self, fault: Fault) -> None:
+        self._w.net.slow_share = 0.3
+        self._later(fault, lambda: setattr(self._w.net, "slow_share", 0.01))
+
+    # ---- operators
+
+    def _drain(self, fault: Fault) -> None:
+        _, seat = self._w.pick_seat(fault.target)
+        self._w.operate(seat.group, ev.Drain((seat.rank,), "maintenance"))
+
+    def _undrain(self, fault: Fault) -> None:
+        drained = sorted(key for key, held in self._w.checker.acknowledged.items() if held)
+        if drained:
+            group, rank = drained[fault.target % len(drained)]
+            self._w.operate(group, ev.Undrain((rank,)))
+
+    # ---- the end of all faults
+
+    def heal(self) -> None:
+        """Everything that was broken works again."""
+        w = self._w
+        w.net.slow_share = 0.01
+        w.server.slow_s = 0.0
+        w.server.backend.set_available(True)
+        w.net.heal(set(w.net.cut))
+        for controller in w.controllers:
+            controller.cont()
+            if controller.controller is None:
+                controller.start()
+        for node in w.nodes.values():
+            node.slow_staging, node.bad_staging = False, 0
+            if not node.powered:
+                node.boot()
+            node.start()
+            node.cont()
+            for seat in node.seats.values():
+                if seat.process is not None:
+                    seat.process.slow = 1.0
+                    if seat.process.stopped:
+                        seat.process.cont()

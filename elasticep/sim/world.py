@@ -1,0 +1,273 @@
+"""One simulated cluster: store, controllers, nodes, ranks, and an operator."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Final
+
+from elasticep.control import events as ev
+from elasticep.control.controller import Controller
+from elasticep.control.events import SeatState
+from elasticep.control.metrics import ControllerMetrics
+from elasticep.errors import ElasticEPError
+from elasticep.geometry import MAX_RANKS, GroupGeometry
+from elasticep.group import GroupConfig, LostExperts, Timeouts
+from elasticep.sim.barrier import Decider
+from elasticep.sim.checks import Checker
+from elasticep.sim.controllers import SimController
+from elasticep.sim.loop import VirtualLoop
+from elasticep.sim.net import STORE, Net
+from elasticep.sim.nodes import Cluster, SimNode, SimSeat
+from elasticep.sim.plants import Plant
+from elasticep.sim.ranks import Shared
+from elasticep.sim.store import StoreServer
+from elasticep.spec import ExchangeSpec
+
+TIMEOUTS: Final = Timeouts(
+    suspect_after_ms=150,
+    hang_timeout_ms=1_000,
+    exchange_timeout_ms=2_000,
+    step_timeout_ms=3_000,
+    node_timeout_ms=900,
+)
+_LOOK_S: Final = 0.1
+_METRICS: Final[list[ControllerMetrics]] = []
+
+
+def group_config(name: str, ranks: int, lost: LostExperts) -> GroupConfig:
+    """A group of the simulation; one layer, slots for two copies of every expert."""
+    experts = 2 * ranks if ranks <= 16 else ranks
+    return GroupConfig(
+        name=name,
+        geometry=GroupGeometry(
+            layers=1, experts=experts, topk=2, hidden=64, slots_per_rank=6, max_ranks=ranks
+        ),
+        exchanges=(("decode", ExchangeSpec.preset("ROUTED")),),
+        initial_ranks=ranks,
+        timeouts=TIMEOUTS,
+        lost_experts=lost,
+        flap_limit=0 if ranks > 16 else 5,
+    )
+
+
+class World:
+    """Everything that one seed makes.
+
+    Args:
+        loop: time.
+        seed: of all delays.
+        ranks: in all; groups of at most 128.
+        nodes: that share them.
+        controllers: replicas.
+        plant: a mechanism that is taken out.
+    """
+
+    def __init__(
+        self, loop: VirtualLoop, seed: int, ranks: int, nodes: int, controllers: int, plant: Plant
+    ) -> None:
+        self.loop = loop
+        self.rng = random.Random(f"world {seed}")
+        self.checker = Checker(loop.time)
+        self.net = Net(loop, random.Random(f"net {seed}"))
+        self.server = StoreServer(loop, self.net, self.checker)
+        self.server.trusting = plant is Plant.STALE_WRITES
+        self.plant = plant
+        if not _METRICS:
+            _METRICS.append(ControllerMetrics())
+        self.controllers = [
+            SimController(f"c{i}", loop, self.server, self.net, self.checker, _METRICS[0])
+            for i in range(controllers)
+        ]
+        count = -(-ranks // MAX_RANKS)
+        lost = self.rng.choice(list(LostExperts))
+        sizes = [ranks // count + (i < ranks % count) for i in range(count)]
+        self.configs = {f"g{i}": group_config(f"g{i}", size, lost) for i, size in enumerate(sizes)}
+        pace_s = (0.03, 0.12) if ranks <= 16 else (0.5, 0.6)
+        self.groups = {
+            name: Shared(
+                loop=loop,
+                rng=random.Random(f"ranks {seed} {name}"),
+                checker=self.checker,
+                plant=plant,
+                group=name,
+                max_ranks=config.geometry.max_ranks,
+                exchange_s=TIMEOUTS.exchange_timeout_ms / 1_000,
+                step_s=TIMEOUTS.step_timeout_ms / 1_000,
+                pace_s=pace_s,
+                decider=Decider(config.geometry.max_ranks),
+            )
+            for name, config in self.configs.items()
+        }
+        cluster = Cluster(
+            *(loop, self.rng, self.net, self.checker, plant),
+            *(self.controllers, self.groups, self.configs),
+        )
+        places = [(name, r) for name, c in self.configs.items() for r in range(c.initial_ranks)]
+        share = -(-ranks // nodes)
+        for i in range(nodes):
+            name = f"n{i}"
+            mine = places[i * share : (i + 1) * share]
+            cluster.nodes[name] = SimNode(cluster, name, mine)
+        self.nodes = cluster.nodes
+        self.endpoints = {STORE, *self.nodes, *(c.name for c in self.controllers)}
+        self._operations: set[asyncio.Task[None]] = set()
+        self._asked: dict[tuple[str, int], int] = {}
+        self._operators = loop.create_future()
+
+    # ---- parts
+
+    def seats(self) -> list[tuple[SimNode, SimSeat]]:
+        """Every seat with its node."""
+        return [(n, s) for n in self.nodes.values() for s in n.seats.values()]
+
+    def pick_seat(self, number: int) -> tuple[SimNode, SimSeat]:
+        """A seat for a number."""
+        seats = self.seats()
+        return seats[number % len(seats)]
+
+    def pick_node(self, number: int) -> SimNode:
+        """A node for a number."""
+        return self.nodes[f"n{number % len(self.nodes)}"]
+
+    def pick_controller(self, number: int) -> SimController:
+        """A controller for a number: more often than not the one that leads."""
+        leading = [c for c in self.controllers if c.term is not None]
+        if leading and number % 3:
+            return leading[number % len(leading)]
+        return self.controllers[number % len(self.controllers)]
+
+    # ---- operators
+
+    def operate(self, group: str, event: ev.Drain | ev.Undrain) -> None:
+        """An operator asks the leader, once."""
+        leader = next((c for c in self.controllers if c.term and not c.process.stopped), None)
+        if leader is None or leader.term is None:
+            return
+        term = leader.term
+        drains = isinstance(event, ev.Drain)
+        for rank in event.ranks:
+            self._asked[group, rank] = self._asked.get((group, rank), 0) + 1
+            self.checker.acknowledged.pop((group, rank), None)
+        asked = {rank: self._asked[group, rank] for rank in event.ranks}
+
+        async def ask() -> None:
+            try:
+                if self.plant is Plant.EARLY_ANSWER:
+                    self.server.loop.create_task(_quietly(term.operate(group, event)))
+                else:
+                    await term.operate(group, event)
+            except ElasticEPError as error:
+                self.checker.trace(f"operator: {event} is refused: {error}")
+                return
+            self.checker.trace(f"operator: {event} is acknowledged")
+            for rank, number in asked.items():
+                if self._asked[group, rank] == number:
+                    self.checker.acknowledged[group, rank] = drains
+
+        task = self.loop.create_task(ask(), context=leader.process.context.copy())
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+
+    async def create(self) -> None:
+        """An operator creates the groups, and asks again until each is acknowledged."""
+        todo = dict(self.configs)
+        while todo:
+            term = next((c.term for c in self.controllers if c.term is not None), None)
+            try:
+                for name in list(todo) if term is not None else ():
+                    assert term is not None
+                    async with asyncio.timeout(2.0):
+                        await term.create_group(todo[name])
+                    del todo[name]
+            except (ElasticEPError, TimeoutError):
+                continue
+            finally:
+                await asyncio.sleep(0.05)
+
+    async def until(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Wait for something; False when it does not come in time."""
+        end_s = self.loop.now_s + limit_s
+        while not condition():
+            if self.loop.now_s >= end_s or self.checker.violations:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
+
+    async def undrain_all(self) -> None:
+        """Let in whoever is held for flapping; drained ranks stay out."""
+        for controller in self.controllers:
+            term = controller.term
+            for name, membership in term.cluster.groups.items() if term else ():
+                held = [
+                    s.rank
+                    for s in membership.seats.values()
+                    if s.held and not s.held.startswith("drained")
+                ]
+                if held:
+                    self.operate(name, ev.Undrain(tuple(held)))
+
+    # ---- what should be in the end
+
+    def stuck(self) -> str:
+        """Which rank does not serve in one view with all others, or why the view is not right."""
+        term = next((c.term for c in self.controllers if c.term and not c.term.over), None)
+        if term is None:
+            return "nobody leads"
+        for name in self.configs:
+            membership = term.cluster.groups.get(name)
+            if membership is None or membership.view is None:
+                return f"group {name} has no view"
+            epoch = membership.view.epoch
+            drained = {r for (g, r), held in self.checker.acknowledged.items() if g == name and held}
+            for node, seat in self.seats():
+                if seat.group != name or membership.seats[seat.rank].held:
+                    continue
+                process = seat.process
+                if process is None or seat.state is not SeatState.ATTACHED:
+                    return f"rank {seat.rank} of {name} on {node.name} is {seat.state.name}"
+                if process.epoch != epoch or membership.adopted_epoch != epoch:
+                    waits = membership.waiting or "staging"
+                    return f"rank {seat.rank} of {name} runs {process.epoch} of {epoch}: {waits}"
+                if seat.rank in drained:
+                    return f"rank {seat.rank} of {name} was drained and serves"
+        return ""
+
+    def counts(self) -> dict[tuple[str, int, int], int]:
+        """Steps complete, of every rank that serves."""
+        return {
+            p.seat: self.checker.completed.get(p.seat, (0, 0))[0]
+            for _, s in self.seats()
+            if (p := s.process) is not None and s.state is SeatState.ATTACHED and p.epoch
+        }
+
+    def forgotten(self) -> list[str]:
+        """Acknowledged drains and undrains that the leader does not know."""
+        term = next((c.term for c in self.controllers if c.term is not None), None)
+        if term is None:
+            return []
+        return [
+            f"{'drain' if drained else 'undrain'} of rank {rank} of {group}"
+            for (group, rank), drained in sorted(self.checker.acknowledged.items())
+            if term.cluster.groups[group].seats[rank].held.startswith("drained") is not drained
+        ]
+
+    async def close(self) -> None:
+        """End all processes."""
+        for node in self.nodes.values():
+            node.stop()
+        for controller in self.controllers:
+            await controller.ended()
+        for task in list(self._operations):
+            task.cancel()
+        await asyncio.gather(*self._operations, return_exceptions=True)
+
+
+async def _quietly(work: object) -> None:
+    assert asyncio.iscoroutine(work)
+    try:
+        await work
+    except ElasticEPError:
+        return
+
+
+__all__ = ["TIMEOUTS", "Controller", "World", "group_config"]
