@@ -13,11 +13,13 @@ from elasticep.control import events as ev
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.membership import Membership
 from elasticep.control.records import Endpoint, Loaded
-from elasticep.errors import UnknownGroup
+from elasticep.errors import ConfigError, UnknownGroup
 from elasticep.group import GroupConfig
 
 # A new leader gives nodes this much longer to come back to it before it misses them.
 TAKEOVER_GRACE_MS: Final = 3_000
+MAX_NODES: Final = 4_096  # that ever said hello; their endpoints are kept
+MAX_GROUPS: Final = 256
 _DEFAULT_HEARTBEAT_MS: Final = 500
 
 Outcomes = list[tuple[str, Outcome]]
@@ -73,6 +75,14 @@ class Cluster:
         return min(timeouts) // 3 if timeouts else _DEFAULT_HEARTBEAT_MS
 
     # ---- nodes
+
+    def check_node(self, name: str) -> None:
+        """Raise `ConfigError` when there is no room for a node that is not known yet."""
+        if name not in self.nodes and len(self.nodes) >= MAX_NODES:
+            raise ConfigError(
+                f"node {name!r} is new, and {MAX_NODES} nodes are known already; delete endpoints "
+                "of nodes that are gone from the store, and start the controllers again"
+            )
 
     def hello(
         self,
@@ -146,6 +156,10 @@ class Cluster:
         if existing is not None:
             existing.config.require_same(config)
             return False, []
+        if len(self.groups) >= MAX_GROUPS:
+            raise ConfigError(
+                f"group {config.name!r} is one too many; a controller has {MAX_GROUPS} at most"
+            )
         membership = self.groups[config.name] = Membership(config, now_ms)
         outcomes: Outcomes = []
         for name, node in self.nodes.items():

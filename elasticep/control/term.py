@@ -120,7 +120,8 @@ class Term:
     # ---- what is heard
 
     def open(self, session: NodeSession, seats: Iterable[tuple[str, SeatReport]]) -> None:
-        """A node said hello."""
+        """A node said hello; `ConfigError` when there is no room for it."""
+        self.cluster.check_node(session.node)
         old = self._sessions.get(session.node)
         if old is not None:
             old.close(Unavailable(f"node {session.node} opened another session"))

@@ -1,0 +1,119 @@
+"""What a leader knows of nodes and groups: who is heard of, and what is bounded."""
+
+import pytest
+
+from elasticep.control import cluster as cluster_module
+from elasticep.control import events as ev
+from elasticep.control.cluster import TAKEOVER_GRACE_MS, Cluster
+from elasticep.control.events import SeatReport, SeatState
+from elasticep.control.records import Endpoint, Loaded
+from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup
+from elasticep.group import Timeouts
+from elasticep.testing.membership import group_config
+
+
+def endpoint(node: str) -> Endpoint:
+    return Endpoint(node, "d", f"unix:///tmp/{node}", "")
+
+
+def seats(*ranks: int, group: str = "g") -> list[tuple[str, SeatReport]]:
+    return [(group, SeatReport(rank, 0, SeatState.EMPTY)) for rank in ranks]
+
+
+def gone(outcomes: cluster_module.Outcomes) -> set[int]:
+    return {
+        notice.fields["rank"]
+        for _, outcome in outcomes
+        for notice in outcome.notices
+        if notice.event == "rank.fenced"
+    }
+
+
+def started(now_ms: int = 1_000, **config: object) -> Cluster:
+    cluster = Cluster(Loaded(), now_ms)
+    cluster.create_group(group_config(flap_limit=0, **config), now_ms)  # type: ignore[arg-type]
+    cluster.hello(endpoint("a"), "s1", seats(0, 1), now_ms)
+    cluster.hello(endpoint("b"), "s1", seats(2, 3), now_ms)
+    return cluster
+
+
+def test_a_silent_node_is_gone_after_its_groups_timeout_and_loses_its_session() -> None:
+    cluster = started()
+    cluster.heard("a", 2_000)
+    outcomes, drop = cluster.tick(2_499)
+    assert (gone(outcomes), drop) == (set(), [])
+    outcomes, drop = cluster.tick(2_500)
+    assert (gone(outcomes), drop) == ({2, 3}, ["b"])
+    outcomes, drop = cluster.tick(2_600)
+    assert (gone(outcomes), drop) == (set(), []), "once is enough"
+
+
+def test_groups_judge_by_their_own_timeouts() -> None:
+    cluster = started()
+    slow = group_config(flap_limit=0, timeouts=Timeouts(node_timeout_ms=9_000))
+    object.__setattr__(slow, "name", "slow")
+    cluster.create_group(slow, 1_000)
+    cluster.hello(endpoint("a"), "s2", [*seats(0, 1), *seats(0, group="slow")], 1_000)
+    outcomes, _ = cluster.tick(3_000)
+    assert {group for group, outcome in outcomes if outcome.notices} == {"g"}
+    assert cluster.heartbeat_ms == 500
+
+
+def test_an_older_session_that_ends_late_does_not_end_the_newer_one() -> None:
+    cluster = started()
+    cluster.hello(endpoint("b"), "s2", seats(2, 3), 1_100)
+    assert cluster.disconnected("b", "s1", 1_200) == []
+    assert cluster.nodes["b"].connected
+    assert cluster.disconnected("b", "s2", 1_300)
+    assert not cluster.nodes["b"].connected
+    assert cluster.disconnected("stranger", "s", 1_300) == []
+
+
+def test_a_new_leader_gives_nodes_time_to_come_to_it() -> None:
+    records = started()
+    members = tuple(s.record() for s in records.groups["g"].seats.values())
+    from elasticep.control.membership import Saved
+
+    loaded = Loaded(
+        nodes={"a": endpoint("a"), "b": endpoint("b")},
+        groups={"g": (records.groups["g"].config, Saved(seats=members))},
+    )
+    cluster = Cluster(loaded, 10_000)
+    timeout_ms = records.groups["g"].config.timeouts.node_timeout_ms
+    outcomes, _ = cluster.tick(10_000 + TAKEOVER_GRACE_MS + timeout_ms - 1)
+    assert gone(outcomes) == set()
+    outcomes, _ = cluster.tick(10_000 + TAKEOVER_GRACE_MS + timeout_ms)
+    assert gone(outcomes) == {0, 1, 2, 3}
+
+
+def test_reports_for_groups_that_are_not_made_yet_are_kept() -> None:
+    cluster = Cluster(Loaded(), 0)
+    cluster.hello(endpoint("a"), "s", seats(0, 1, 2, 3), 0)
+    changed = ev.SeatChanged("a", SeatReport(0, 0, SeatState.EMPTY))
+    assert cluster.report("g", changed, 0) == []
+    created, outcomes = cluster.create_group(group_config(), 0)
+    assert created
+    grants = [s for _, o in outcomes for s in o.after if isinstance(s, ev.Grant)]
+    assert [grant.rank for grant in grants] == [0, 1, 2, 3]
+
+
+def test_groups_are_made_once_and_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = started()
+    assert cluster.create_group(group_config(flap_limit=0), 0) == (False, [])
+    with pytest.raises(GroupMismatch, match="flap_limit"):
+        cluster.create_group(group_config(flap_limit=7), 0)
+    with pytest.raises(UnknownGroup, match="no group 'h'; known are: g"):
+        cluster.membership("h")
+    monkeypatch.setattr(cluster_module, "MAX_GROUPS", 1)
+    other = group_config()
+    object.__setattr__(other, "name", "h")
+    with pytest.raises(ConfigError, match="a controller has 1 at most"):
+        cluster.create_group(other, 0)
+
+
+def test_nodes_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = started()
+    monkeypatch.setattr(cluster_module, "MAX_NODES", 2)
+    cluster.check_node("a")
+    with pytest.raises(ConfigError, match="node 'c' is new, and 2 nodes are known"):
+        cluster.check_node("c")
