@@ -222,4 +222,4 @@ class GroupUnderFaults(RuleBasedStateMachine):
 
 
 TestGroupUnderFaults = GroupUnderFaults.TestCase
-TestGroupUnderFaults.settings = settings(max_examples=150, stateful_step_count=40)
+TestGroupUnderFaults.settings = settings(max_examples=100, stateful_step_count=40)
