@@ -103,10 +103,11 @@ class EngineRank:
         self._source = np.ones(memcpy_bytes, np.uint8)
         self._target = np.zeros(memcpy_bytes, np.uint8)
 
-    def on_verify(self) -> None:
-        """See `Engine.verify`."""
+    def on_verify(self) -> dict[str, int]:
+        """See `Engine.verify`; answers who runs this rank's kernels."""
         assert self.session is not None
         self.session.verify(self.rank)
+        return {"runner": int(self.session.status.runner_pid)}
 
     def on_run(self, runs: int, repeat: int) -> dict[str, list[int]]:
         """`runs` steps of `repeat` exchanges: ns per exchange, per step barrier, per whole step."""

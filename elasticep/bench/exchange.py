@@ -155,7 +155,7 @@ class OurGroup:
             engines.answers()
             members = range(case.ranks)
             self._group.stage(1, 0, members, spread(struct, members))
-            engines.call("verify")
+            self.runners = [int(answer["runner"]) for answer in engines.call("verify")]
         except BaseException:
             self.close()
             raise
@@ -308,6 +308,7 @@ def run(
         "memcpy: all ranks copy their remote bytes, there and back, at once; 0.6 is 60% of it",
         "mpi: pack, counts and two all-to-all-v, without the sum; mpi bare: the all-to-all-v alone",
         "gloo: all-gather of all rows and reduce-scatter",
+        "LOW_LATENCY, EXPAND and EXPAND_SYNC also group rows by expert, which no peer does here",
         *(f"{name}: {version}" for name, version in systems.versions.items()),
         *(f"{name}: not measured, {why}" for name, why in systems.why_not.items()),
     ]

@@ -25,6 +25,7 @@ from elasticep.group import Timeouts
 
 ENGINE: Final = "elasticep.bench.recovery_engine:RecoveryRank"
 DEADLINE_S: Final = 60.0
+_CHECK_S: Final = 1.0
 _PHASE_S: Final = 0.02  # the kill falls at a random moment of this
 _MS: Final = 1e6
 # name -> (p50, p99) in ms; for --kill hang beyond hang_timeout
@@ -73,12 +74,14 @@ class Fleet:
                 raise BenchError(
                     f"not within {DEADLINE_S:g} s: {what}; (attached, epoch, complete): {state}"
                 )
-            self.take_in(left)
+            if not self.take_in(min(left, _CHECK_S)):
+                self._plane.check()
 
-    def take_in(self, timeout_s: float) -> None:
-        """Events of all ranks, waiting up to `timeout_s` for a first one."""
+    def take_in(self, timeout_s: float) -> bool:
+        """Events of all ranks, waiting up to `timeout_s` for a first one; whether one came."""
         by_connection = {c: rank for rank, c in self.engines.connections.items()}
-        for connection in select.select(list(by_connection), [], [], timeout_s)[0]:
+        readable = select.select(list(by_connection), [], [], timeout_s)[0]
+        for connection in readable:
             data = connection.recv(MAX_BYTES)
             rank = by_connection[connection]
             if data:
@@ -87,6 +90,7 @@ class Fleet:
                 self.ranks[rank].attached = False
                 self.engines.connections[rank].close()
                 del self.engines.connections[rank]
+        return bool(readable)
 
     def _note(self, number: int, event: dict[str, Any]) -> None:
         rank = self.ranks[number]

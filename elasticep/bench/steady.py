@@ -8,7 +8,9 @@ same steps of the other, the order swapped from pair to pair.
 
 import contextlib
 import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,20 @@ GOAL: Final = 1.02
 _SAMPLE_S: Final = 0.1  # steps of one side of a pair
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Steps of one side, in ns per step.
+
+    Attributes:
+        step_ns: on the clock: the median over steps, the maximum over ranks.
+        cpu_ns: CPU time of all engines and workers together. With more ranks than cores this is
+            what a step costs, and it does not depend on what else the machine does in between.
+    """
+
+    step_ns: float
+    cpu_ns: float
+
+
 class Side:
     """A group whose processes load their core from one folder."""
 
@@ -36,27 +52,36 @@ class Side:
             self._engines = stack.enter_context(ranks.RankSet(ENGINE, case.ranks, env=env))
             group = OurGroup(self._engines, case, preset, launch, env)
             stack.callback(group.close)
+            engines = [self._engines.pid(rank) for rank in range(case.ranks)]
+            self._pids = {*engines, *group.runners}
             self._stack = stack.pop_all()
 
-    def step_ns(self, steps: int) -> float:
-        """Ns per whole step: the median over `steps`, the maximum over ranks."""
+    def sample(self, steps: int) -> Sample:
+        """Run some steps."""
+        before = self._cpu_ns()
         answers = self._engines.call("run", runs=steps, repeat=self._exchanges)
-        return max(float(statistics.median(answer["step_ns"])) for answer in answers)
+        cpu_ns = self._cpu_ns() - before
+        step_ns = max(float(statistics.median(answer["step_ns"])) for answer in answers)
+        return Sample(step_ns, cpu_ns / steps)
+
+    def _cpu_ns(self) -> int:
+        # clock_getcpuclockid(3): the id of a process's CPU clock is made of its complement.
+        return sum(time.clock_gettime_ns(~pid << 3 | 2) for pid in self._pids)
 
     def close(self) -> None:
         """End the group and its engines."""
         self._stack.close()
 
 
-def compare(ours: Side, other: Side, pairs: int) -> tuple[list[float], list[float]]:
-    """Ns per step of both sides, pair by pair."""
-    once = max(ours.step_ns(3), other.step_ns(3)) / 1e9
+def compare(ours: Side, other: Side, pairs: int) -> tuple[list[Sample], list[Sample]]:
+    """Samples of both sides, pair by pair."""
+    once = max(ours.sample(3).step_ns, other.sample(3).step_ns) / 1e9
     steps = max(1, min(200, round(_SAMPLE_S / once)))
-    found: tuple[list[float], list[float]] = ([], [])
+    found: tuple[list[Sample], list[Sample]] = ([], [])
     for pair in range(pairs):
         order = ((0, ours), (1, other))
         for i, side in order if pair % 2 else reversed(order):
-            found[i].append(side.step_ns(steps))
+            found[i].append(side.sample(steps))
     return found
 
 
@@ -84,20 +109,23 @@ def _command(**options: Any) -> None:
             sides.append(Side(folder, *rest))
             stack.callback(sides[-1].close)
         ours, other = compare(sides[0], sides[1], options["pairs"])
-    ratio = report.paired_ratio(ours, other)
     table = report.Table(
-        f"time of a step, this core / the other: {case.ranks} ranks, {case.tokens} tokens of "
+        f"a step, this core / the other: {case.ranks} ranks, {case.tokens} tokens of "
         f"{case.hidden}, {rest[1]}, {rest[2]}, {rest[3]} exchanges",
-        ["pairs", "median ratio [95% interval]", "goal"],
+        ["of", "pairs", "median ratio [95% interval]", "goal"],
     )
-    table.add(len(ours), f"{ratio:.4f}", report.verdict(ratio.median, GOAL, at_least=False))
     result.tables.append(table)
-    result.figures = {
-        "case": case.to_dict(),
-        "ratio": [ratio.median, ratio.low, ratio.high],
-        "ours_ns": ours,
-        "other_ns": other,
-    }
+    result.figures["case"] = case.to_dict()
+    for name, title in (("step_ns", "time on the clock"), ("cpu_ns", "CPU time, all processes")):
+        above, below = ([getattr(s, name) for s in side] for side in (ours, other))
+        ratio = report.paired_ratio(above, below)
+        goal = report.verdict(ratio.median, GOAL, at_least=False)
+        table.add(title, len(above), f"{ratio:.4f}", goal)
+        result.figures[name] = {
+            "ratio": [ratio.median, ratio.low, ratio.high],
+            "ours": above,
+            "other": below,
+        }
     result.finish(options["output"])
 
 
