@@ -57,7 +57,9 @@ class _Log:
 class SimSession(NodeSession):
     """A node's stream: what is sent goes to the simulated network at once."""
 
-    def __init__(self, endpoint: Endpoint, session_id: str, stream: Stream, node: "SimNode") -> None:
+    def __init__(
+        self, endpoint: Endpoint, session_id: str, stream: Stream, node: "SimNode"
+    ) -> None:
         super().__init__(endpoint, session_id)
         self._stream = stream
         self._to = node

@@ -101,7 +101,7 @@ class Injector:
         _, seat = self._w.pick_seat(fault.target)
         process = seat.process
         if process is not None:
-            process.slow = 8.0
+            process.slow = 5.0
             self._later(fault, lambda: setattr(process, "slow", 1.0))
 
     # ---- nodes

@@ -35,6 +35,7 @@ class Process:
 _PROCESS: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar(
     "simulated_process", default=None
 )
+TICK_S: Final = 1e-6  # no two events of one stream are closer
 
 
 class _Jump:
@@ -57,8 +58,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now_s = 0.0
         self._selector = _Jump(self)
-        # Timers that are this close count as due; far below any delay here, far above rounding.
-        self._clock_resolution = 1e-7
+        self._clock_resolution = 1e-9
         self.set_exception_handler(self._unhandled)
         self.errors: list[str] = []
 
@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Simulated seconds since the loop was made."""
         return self.now_s
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """See `asyncio.loop.call_soon`; a stopped process gets its calls when it continues."""
@@ -77,6 +77,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
             return handle
         return super().call_soon(callback, *args, context=context)
 
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """See `asyncio.loop.call_at`; every timer takes some time, so nothing waits in place."""
+        at_s = max(when, self.now_s + TICK_S)
+        return super().call_at(at_s, callback, *args, context=context)
+
     def stop_process(self, process: Process) -> None:
         """SIGSTOP."""
         process.stopped = True
@@ -86,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         process.stopped = False
         held, process.held = process.held, []
         for handle in held:
-            self._ready.append(handle)
+            self._ready.append(handle)  # type: ignore[attr-defined]
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no file descriptors here."""

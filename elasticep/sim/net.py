@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elasticep.sim.loop import VirtualLoop
+from elasticep.sim.loop import TICK_S, VirtualLoop
 
 STORE: Final = "store"
 _LATENCY_S: Final = (0.0002, 0.003)
@@ -69,7 +69,7 @@ class Stream:
 
     def send(self, deliver: Callable[..., None], *args: Any) -> None:
         """Deliver later, unless the stream is closed by then."""
-        self._last_s = max(self._last_s, self.loop.now_s + self.net.delay_s())
+        self._last_s = max(self._last_s + TICK_S, self.loop.now_s + self.net.delay_s())
         self.loop.call_at(self._last_s, self._arrive, deliver, args)
 
     def _arrive(self, deliver: Callable[..., None], args: tuple[Any, ...]) -> None:

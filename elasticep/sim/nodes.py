@@ -227,6 +227,7 @@ class SimNode:
 
     def _resend(self) -> None:
         for seat in self.seats.values():
+            self._tell(seat)  # it may have changed since the hello left
             seat.told.clear()
             seat.waits = None
             if seat.process is not None and seat.process.epoch:
@@ -409,14 +410,13 @@ class SimNode:
                 seat.rank, seat.incarnation
             ) and other.epoch < view.epoch:  # fmt: skip
                 self._fire(
-                    self._life, lambda s=seat: self._end(s, f"left out of epoch {view.epoch}")  # type: ignore[misc]
+                    self._life,
+                    lambda s=seat: self._end(s, f"left out of epoch {view.epoch}"),  # type: ignore[misc]
                 )
 
     def _tell_adopted(self, seat: SimSeat, process: SimRank) -> None:
         if seat.process is process:
-            event = ev.Adopted(
-                self.name, seat.rank, seat.incarnation, process.epoch, process.step
-            )
+            event = ev.Adopted(self.name, seat.rank, seat.incarnation, process.epoch, process.step)
             self._say(seat.group, event)
 
     # ---- time

@@ -42,7 +42,7 @@ def planted(plant: Plant) -> Iterator[None]:
         original(seat, node, now_ms)
         seat.incarnation = max(1, number)
 
-    Seat.grant = grant  # type: ignore[method-assign]
+    Seat.grant = grant  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

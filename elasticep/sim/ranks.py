@@ -17,13 +17,13 @@ from elasticep.control.views import View
 from elasticep.native.abi import BANKS
 from elasticep.sim.barrier import Cell, Decider, Decision, Kind
 from elasticep.sim.checks import Checker
-from elasticep.sim.loop import VirtualLoop
+from elasticep.sim.loop import TICK_S, VirtualLoop
 from elasticep.sim.plants import Plant
 
 if TYPE_CHECKING:
     from elasticep.sim.nodes import SimNode
 
-_DOOMED_PAUSE_S: Final = 0.002
+_DOOMED_PAUSE_S: Final = 0.02  # the real one is shorter; an outage of minutes would take hours
 _EXIT_S: Final = 0.02
 _LARGE: Final = 16  # ranks; a larger group's cells go out in one event
 _MEMORY_S: Final = (0.000_02, 0.001)
@@ -287,12 +287,12 @@ class SimRank:
         """Store into others' memory; each link keeps its order."""
         loop = self.s.loop
         if len(targets) > _LARGE:
-            at_s = max(self._links.get(-1, 0.0), loop.now_s + self.s.memory_s())
+            at_s = max(self._links.get(-1, 0.0) + TICK_S, loop.now_s + self.s.memory_s())
             self._links[-1] = at_s
             loop.call_at(at_s, self._write_all, list(targets.values()), write, what)
             return
         for rank, memory in targets.items():
-            at_s = max(self._links.get(rank, 0.0), loop.now_s + self.s.memory_s())
+            at_s = max(self._links.get(rank, 0.0) + TICK_S, loop.now_s + self.s.memory_s())
             self._links[rank] = at_s
             loop.call_at(at_s, self._write_all, (memory,), write, what)
 
@@ -303,9 +303,7 @@ class SimRank:
 
     def _write_cell(self, memory: Memory, cell: Cell) -> None:
         old = memory.cells[cell.step & 1].get(self.me)
-        if old is None or (old.incarnation, old.step) < (cell.incarnation, cell.step):
-            memory.cells[cell.step & 1][self.me] = cell
-        elif old.incarnation <= cell.incarnation:
+        if old is None or old.incarnation <= cell.incarnation:
             memory.cells[cell.step & 1][self.me] = cell
 
     def _write_flag(self, memory: Memory, flag: tuple[int, int]) -> None:

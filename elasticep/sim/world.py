@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticep.control import events as ev
-from elasticep.control.controller import Controller
 from elasticep.control.events import SeatState
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.errors import ElasticEPError
@@ -193,7 +192,7 @@ class World:
             await asyncio.sleep(_LOOK_S)
         return True
 
-    async def undrain_all(self) -> None:
+    def undrain_held(self) -> None:
         """Let in whoever is held for flapping; drained ranks stay out."""
         for controller in self.controllers:
             term = controller.term
@@ -218,7 +217,8 @@ class World:
             if membership is None or membership.view is None:
                 return f"group {name} has no view"
             epoch = membership.view.epoch
-            drained = {r for (g, r), held in self.checker.acknowledged.items() if g == name and held}
+            asked = self.checker.acknowledged
+            drained = {rank for (group, rank), held in asked.items() if group == name and held}
             for node, seat in self.seats():
                 if seat.group != name or membership.seats[seat.rank].held:
                     continue
@@ -268,6 +268,3 @@ async def _quietly(work: object) -> None:
         await work
     except ElasticEPError:
         return
-
-
-__all__ = ["TIMEOUTS", "Controller", "World", "group_config"]
