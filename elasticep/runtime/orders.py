@@ -67,7 +67,9 @@ class NodeOrders:
         )
 
     def connected(self) -> None:
-        """The hello was taken: say again what no hello carries."""
+        """The hello was taken: say again what no hello carries, and what changed since it left."""
+        for keeper in self._registry.keepers():
+            self._node.send(controller_pb2.NodeMessage(seat=keeper.message()))
         for group in self._registry.groups.values():
             group.stager.resend()
         self._poller.again()
