@@ -15,7 +15,7 @@ BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 
-.PHONY: build native demo test lint format proto test-gpu model wheel clean distclean
+.PHONY: build native demo test lint format proto test-gpu model sim wheel clean distclean
 .DEFAULT_GOAL := build
 
 build: native
@@ -90,6 +90,10 @@ test-gpu:
 # With the torch of .venv; a plain `pip wheel .` fetches one for the build.
 wheel: $(DEPS)
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+# 20,000 random schedules of faults on a simulated cluster (docs/simulator.md).
+sim: build
+	$(VENV)/bin/elasticep sim --schedules 20000
 
 clean:
 	rm -rf build dist elasticep/_lib

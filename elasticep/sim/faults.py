@@ -19,6 +19,7 @@ KINDS: Final[dict[str, int]] = {
     "kill-daemon": 4,
     "stop-daemon": 2,
     "lose-node": 3,
+    "freeze-node": 4,
     "kill-controller": 4,
     "stop-controller": 4,
     "jump-clock": 2,
@@ -123,6 +124,24 @@ class Injector:
         if node.powered:
             node.lose()
             self._later(fault, lambda: node.boot() if not node.powered else None)
+
+    def _freeze_node(self, fault: Fault) -> None:
+        """The whole machine stops, as a virtual one that is moved, and goes on."""
+        node = self._w.pick_node(fault.target)
+        processes = [s.process for s in node.seats.values() if s.process and s.process.alive]
+        if not node.up or node.frozen:
+            return
+        node.frozen = True
+        for process in processes:
+            process.stopped = True
+
+        def go_on() -> None:
+            for process in processes:
+                if process.stopped:
+                    process.cont()
+            self._later(Fault(0, fault.kind, 0, fault.target % 50), node.cont)
+
+        self._later(fault, go_on)
 
     def _slow_staging(self, fault: Fault) -> None:
         node = self._w.pick_node(fault.target)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _DOOMED_PAUSE_S: Final = 0.02  # the real one is shorter; an outage of minutes would take hours
 _EXIT_S: Final = 0.02
 _LARGE: Final = 16  # ranks; a larger group's cells go out in one event
+_PULL_S: Final = (0.001, 0.03)  # reading the others' outputs: long, so that faults fall into it
 _MEMORY_S: Final = (0.000_02, 0.001)
 _MEMORY_SLOW_S: Final = (0.001, 0.05)
 
@@ -405,7 +406,7 @@ class SimRank:
             waits = rank if waits is None else min(waits, rank)
         if waits is None:
             self.state, self.waits_for = "pull", None
-            self.later(self.s.memory_s() * self.slow, self._end)
+            self.later(self.s.rng.uniform(*_PULL_S) * self.slow, self._end)
             return False
         self._wait(waits)
         if self.s.loop.now_s - self.began_s >= self.s.exchange_s:

@@ -1,0 +1,152 @@
+"""`elasticep sim`: random faults on a simulated cluster, and a short story when something breaks."""
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import click
+
+from elasticep.sim import Plant, Result, Scenario, run_many
+from elasticep.sim.run import short, shrink
+
+_DAY_S: Final = 86_400.0
+_QUIET_S: Final = 3_600.0  # mean time between episodes of faults
+
+
+def _story(result: Result) -> str:
+    """What broke, after which faults, and how to see it again."""
+    drawn = [fault for faults in result.scenario.drawn() for fault in faults]
+    return "\n".join(
+        [
+            f"seed {result.scenario.seed} breaks {result.violations[0].invariant}; "
+            f"{len(drawn)} faults suffice:",
+            *(f"  {fault}" for fault in drawn),
+            "what happened:",
+            *(f"  {line}" for line in result.log[-60:]),
+            f"replay: {result.scenario.command}",
+        ]
+    )
+
+
+def _scenarios(first: Scenario, schedules: int, days: float, shapes: bool) -> Iterator[Scenario]:
+    """Schedules with ascending seeds; with `days`, until so much simulated time has passed."""
+    fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
+    if not days:
+        for seed in range(first.seed, first.seed + schedules):
+            yield short(seed, first.plant) if shapes else Scenario(**{**fields, "seed": seed})
+        return
+    rng = random.Random(f"days {first.seed}")
+    episodes, left_s = 0, days * _DAY_S
+    while left_s > 0:
+        left_s -= rng.expovariate(1 / _QUIET_S)
+        episodes += 1
+    # A world grows old: it lives through sixteen episodes before the next one is made.
+    for number in itertools.count():
+        now = min(16, episodes - 16 * number)
+        if now <= 0:
+            return
+        yield Scenario(**{**fields, "seed": first.seed + number, "episodes": now})
+
+
+@click.command("sim")
+@click.option("--seed", default=0, show_default=True, help="Of the first schedule.")
+@click.option("--ranks", type=click.IntRange(1), help="In all, in groups of at most 128.")
+@click.option("--nodes", type=click.IntRange(1), help="That share the ranks.")
+@click.option("--controllers", default=2, show_default=True, type=click.IntRange(1, 9))
+@click.option("--faults", default=5, show_default=True, type=click.IntRange(0, 1000),
+              help="Per episode.")  # fmt: skip
+@click.option("--episodes", default=1, show_default=True, type=click.IntRange(1, 100_000))
+@click.option("--schedules", default=100, show_default=True, type=click.IntRange(1))
+@click.option("--days", default=0.0, help="Simulated days, quiet times jumped over, instead.")
+@click.option("--years", default=0.0, help="Simulated years, instead.")
+@click.option("--only", default=None, help="Indices of the faults that happen ('-': none).")
+@click.option("--plant", default=Plant.NONE.value, type=click.Choice([p.value for p in Plant]),
+              help="A bug to plant.")  # fmt: skip
+@click.option("--output", default="text", type=click.Choice(["text", "json"]))
+def command(
+    seed: int,
+    ranks: int | None,
+    nodes: int | None,
+    controllers: int,
+    faults: int,
+    episodes: int,
+    schedules: int,
+    days: float,
+    years: float,
+    only: str | None,
+    plant: str,
+    output: str,
+) -> None:
+    """Run the real controllers and the real barrier in a simulated cluster under faults.
+
+    Without --ranks every schedule draws its own small cluster. Exit status 1: an invariant broke.
+    """
+    chosen = None
+    if only is not None:
+        chosen = tuple(int(index) for index in only.split(",") if index not in ("", "-"))
+    first = Scenario(
+        seed=seed,
+        ranks=ranks or 4,
+        nodes=nodes or min(2, ranks or 4),
+        controllers=controllers,
+        faults=faults,
+        episodes=episodes,
+        only=chosen,
+        plant=Plant(plant),
+    )
+    if first.nodes > first.ranks:
+        raise click.UsageError(f"{first.nodes} nodes share {first.ranks} ranks; use fewer nodes")
+    days += 365 * years
+    shapes = ranks is None and nodes is None and only is None
+    done: list[Result] = []
+    text = output == "text"
+    progress = text and sys.stderr.isatty()
+    for result in run_many(_scenarios(first, schedules, days, shapes)):
+        done.append(result)
+        if progress:
+            click.echo(f"\r{_sum(done)}", nl=False, err=True)
+        if result.violations:
+            break
+    if progress:
+        click.echo("", err=True)
+    broken = done[-1] if done and done[-1].violations else None
+    smallest = shrink(broken.scenario) if broken is not None else None
+    if not text:
+        click.echo(json.dumps(_plain(done, smallest)))
+    else:
+        click.echo(_sum(done))
+        if smallest is not None:
+            click.echo(_story(smallest))
+    sys.exit(1 if broken is not None else 0)
+
+
+def _sum(done: list[Result]) -> str:
+    steps = sum(result.steps for result in done)
+    return (
+        f"{len(done)} schedules, {sum(r.simulated_s for r in done):.0f} s simulated in "
+        f"{sum(r.wall_s for r in done):.1f} s, {steps} steps, "
+        f"{sum(r.epochs for r in done)} views, "
+        f"{sum(bool(r.violations) for r in done)} broken"
+    )
+
+
+def _plain(done: list[Result], smallest: Result | None) -> dict[str, object]:
+    return {
+        "schedules": len(done),
+        "simulated_s": round(sum(r.simulated_s for r in done), 3),
+        "wall_s": round(sum(r.wall_s for r in done), 3),
+        "steps": sum(r.steps for r in done),
+        "views": sum(r.epochs for r in done),
+        "digests": [r.digest for r in done[-10:]],
+        "broken": None
+        if smallest is None
+        else {
+            "seed": smallest.scenario.seed,
+            "violations": [str(v) for v in smallest.violations],
+            "log": list(smallest.log),
+            "replay": smallest.scenario.command,
+        },
+    }
