@@ -1,4 +1,4 @@
-"""`elasticep sim`: random faults on a simulated cluster, and a short story when something breaks."""
+"""`elasticep sim`: random faults on a simulated cluster, and a short story of what breaks."""
 
 import itertools
 import json
@@ -19,10 +19,11 @@ _QUIET_S: Final = 3_600.0  # mean time between episodes of faults
 def _story(result: Result) -> str:
     """What broke, after which faults, and how to see it again."""
     drawn = [fault for faults in result.scenario.drawn() for fault in faults]
+    broken = result.violations[0].invariant
+    head = f"seed {result.scenario.seed} breaks {broken}; {len(drawn)} faults suffice:"
     return "\n".join(
         [
-            f"seed {result.scenario.seed} breaks {result.violations[0].invariant}; "
-            f"{len(drawn)} faults suffice:",
+            head,
             *(f"  {fault}" for fault in drawn),
             "what happened:",
             *(f"  {line}" for line in result.log[-60:]),

@@ -1,4 +1,4 @@
-"""What must hold in every schedule; I2 to I6 of the protocol. Everything that happens is told here."""
+"""What must hold in every schedule: I2 to I6 of the protocol. All that happens is told here."""
 
 import hashlib
 import json

@@ -371,17 +371,17 @@ class SimNode:
     def _bank(self, seat: SimSeat, process: SimRank, view: View) -> None:
         if view.epoch <= process.epoch:
             return
-        running = [
-            other.view
-            for node in self.c.nodes.values()
-            for s in node.seats.values()
-            if s.group == seat.group and (other := s.process) is not None and other.alive
-            and other.view is not None and other.view.epoch < view.epoch
-            and other.view.holds(seat.rank, seat.incarnation)
-            and other.memory.fenced < other.incarnation
-        ]  # fmt: skip
-        unique = {v.epoch: v for v in running}
-        self.c.checker.filled(seat.group, seat.rank, view, list(unique.values()))
+        running: dict[int, View] = {}
+        for memory in self.c.groups[seat.group].memories.values():
+            other = memory.rank
+            if other is not None and other.view is not None and memory.fenced < other.incarnation:
+                running[other.epoch] = other.view
+        used = [
+            v
+            for epoch, v in running.items()
+            if epoch < view.epoch and v.holds(seat.rank, seat.incarnation)
+        ]
+        self.c.checker.filled(seat.group, seat.rank, view, used)
         process.stage(view)
         self._tell_staged()
 

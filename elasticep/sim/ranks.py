@@ -65,6 +65,7 @@ class Memory:
         self.cells: list[dict[int, Cell]] = [{}, {}]
         self.flags: dict[int, tuple[int, int]] = {}  # source -> (epoch, step)
         self.leave: dict[int, tuple[int, int, bool]] = {}  # source -> (step, epoch, expelled)
+        self.newest = (0, 0)  # highest step and highest epoch in any cell that was ever written
         self.dead: NDArray[np.uint32] = np.zeros(max_ranks, np.uint32)
         self.fenced = 0
         self.step = 0
@@ -206,14 +207,16 @@ class SimRank:
     def _waits_plainly(self) -> bool:
         """Whether a cell is missing and none says anything new: then the decision is to wait."""
         cells = self.memory.cells[self.step & 1]
-        assert self.view is not None
+        news = self.memory.newest[1] > self.epoch
         for rank in list(self._missing):
             member = self._members[rank]
             cell = cells.get(rank)
             come = cell is not None and cell.step == self.step and cell.incarnation == member
             if come or self.memory.dead[rank] >= member:
                 self._missing.discard(rank)
-            elif not any(c.step == self.step and c.epoch > self.epoch for c in cells.values()):
+            elif not news or all(
+                c.step != self.step or c.epoch <= self.epoch for c in cells.values()
+            ):
                 self._wait(rank)
                 return True
         return False
@@ -303,6 +306,8 @@ class SimRank:
             memory.poke()
 
     def _write_cell(self, memory: Memory, cell: Cell) -> None:
+        step, epoch = memory.newest
+        memory.newest = (max(step, cell.step), max(epoch, cell.epoch))
         old = memory.cells[cell.step & 1].get(self.me)
         if old is None or old.incarnation <= cell.incarnation:
             memory.cells[cell.step & 1][self.me] = cell
@@ -314,6 +319,8 @@ class SimRank:
         """The number of a later barrier that a known peer has already written, or 0."""
         highest = 0
         assert self.view is not None
+        if self.memory.newest[0] <= self.step:
+            return 0
         for cells in self.memory.cells:
             for rank, cell in cells.items():
                 if cell.step <= max(self.step, highest):

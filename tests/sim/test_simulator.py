@@ -1,0 +1,131 @@
+"""Random schedules of faults around the real control code, and bugs that must be found by them."""
+
+import asyncio
+import json
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+
+import pytest
+from click.testing import CliRunner
+
+from elasticep.cli.sim import command
+from elasticep.errors import UsageError
+from elasticep.sim import Plant, Scenario, run
+from elasticep.sim.loop import Process, VirtualLoop
+from elasticep.sim.run import short, shrink
+
+SCHEDULES = 2_000
+WORKERS = 2
+# Seeds within which each planted bug must be found; what it breaks is not the same every time.
+SEEDS = {
+    Plant.NO_LEAVE_CELL: 120,
+    Plant.EARLY_ADOPT: 200,
+    Plant.STALE_WRITES: 20,
+    Plant.REUSED_INCARNATION: 20,
+    Plant.NO_DEAD_WORD: 20,
+    Plant.EARLY_ANSWER: 100,
+}
+
+
+def broken(first: int) -> list[str]:
+    """The commands of schedules that break something: every WORKERS-th seed from `first` on."""
+    results = (run(short(seed)) for seed in range(first, SCHEDULES, WORKERS))
+    return [
+        f"{result.scenario.command}: {result.violations[0]}"
+        for result in results
+        if result.violations
+    ]
+
+
+@pytest.mark.timeout(900)
+def test_invariants_hold_in_every_schedule() -> None:
+    with ProcessPoolExecutor(WORKERS) as pool:
+        found = [line for lines in pool.map(broken, range(WORKERS)) for line in lines]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plant", SEEDS)
+def test_a_planted_bug_is_found(plant: Plant) -> None:
+    results = (run(short(seed, plant)) for seed in range(SEEDS[plant]))
+    assert any(result.violations for result in results)
+
+
+def test_a_seed_gives_the_same_trace_every_time() -> None:
+    seeds = range(12)
+    digests = [run(short(seed)).digest for seed in seeds]
+    assert [run(short(seed)).digest for seed in seeds] == digests
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_failing_schedule_is_shrunk_and_replays() -> None:
+    scenarios = (short(seed, Plant.NO_DEAD_WORD) for seed in range(20))
+    first = next(s for s in scenarios if run(s).violations)
+    small = shrink(first)
+    assert small.violations
+    assert small.scenario.only is not None
+    assert len(small.scenario.only) <= 2
+    assert run(small.scenario).digest == small.digest
+    arguments = small.scenario.command.split()[2:]
+    answer = CliRunner().invoke(command, [*arguments, "--output", "json"])
+    assert answer.exit_code == 1, answer.output
+    assert json.loads(answer.output)["digests"] == [small.digest]
+
+
+@pytest.mark.timeout(300)
+def test_a_thousand_ranks() -> None:
+    result = run(Scenario(seed=1, ranks=1_000, nodes=125, faults=4))
+    assert not result.violations, "\n".join(map(str, result.violations))
+    assert result.steps >= 2_000
+
+
+def test_the_command_sums_up() -> None:
+    answer = CliRunner().invoke(command, ["--schedules", "3"])
+    assert answer.exit_code == 0, answer.output
+    assert answer.output.startswith("3 schedules")
+    answer = CliRunner().invoke(command, ["--ranks", "2", "--nodes", "3"])
+    assert "use fewer nodes" in answer.output
+
+
+# ---- the loop
+
+
+def test_time_jumps_and_a_stopped_process_gets_its_calls_later() -> None:
+    loop = VirtualLoop()
+    process = Process("p")
+    seen: list[tuple[str, float]] = []
+
+    async def works() -> None:
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            seen.append(("turn", round(loop.time(), 3)))
+
+    async def main() -> None:
+        task = loop.create_task(works(), context=process.context)
+        await asyncio.sleep(1.5)
+        loop.stop_process(process)
+        await asyncio.sleep(3_600.0)
+        seen.append(("continue", round(loop.time(), 3)))
+        loop.continue_process(process)
+        await task
+
+    loop.run_until_complete(main())
+    assert seen == [
+        ("turn", 1.0),
+        ("continue", 3601.5),
+        ("turn", 3601.5),
+        ("turn", 3602.5),
+    ]
+    with pytest.raises(UsageError, match="nobody will do"):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+def test_faults_are_drawn_from_the_seed_alone() -> None:
+    assert short(7) == short(7)
+    drawn = short(7).drawn()
+    assert drawn == short(7).drawn()
+    times = [fault.at_ms for faults in drawn for fault in faults]
+    assert times == sorted(times)
+    none = Scenario(seed=7, only=())
+    assert list(islice((len(faults) for faults in none.drawn()), 1)) == [0]
