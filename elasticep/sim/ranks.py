@@ -27,6 +27,7 @@ _DOOMED_PAUSE_S: Final = 0.02  # the real one is shorter; an outage of minutes w
 _EXIT_S: Final = 0.02
 _LARGE: Final = 16  # ranks; a larger group's cells go out in one event
 _PULL_S: Final = (0.001, 0.03)  # reading the others' outputs: long, so that faults fall into it
+_MOMENT_S: Final = 0.003
 _MEMORY_S: Final = (0.000_02, 0.001)
 _MEMORY_SLOW_S: Final = (0.001, 0.05)
 
@@ -113,6 +114,7 @@ class SimRank:
         self._missing: set[int] = set()
         self._kept: list[Callable[[], None]] = []
         self._looking = False
+        self._looks_at_s = 0.0
         self._links: dict[int, float] = {}
         memory.rank = self
         shared.checker.started(self.seat)
@@ -166,6 +168,20 @@ class SimRank:
         """Do what can be done now."""
         if self._looking or not self.alive or self.stopped:
             return
+        if self.s.max_ranks > _LARGE:  # one look for all that comes within a moment
+            if self._looks_at_s > self.s.loop.now_s:
+                return
+            self._looks_at_s = self.s.loop.now_s + _MOMENT_S
+            self.s.loop.call_at(self._looks_at_s, self._look_now)
+            return
+        self._work()
+
+    def _look_now(self) -> None:
+        self._looks_at_s = 0.0
+        if not self._looking and self.alive and not self.stopped:
+            self._work()
+
+    def _work(self) -> None:
         self._looking = True
         try:
             while self._advance():
