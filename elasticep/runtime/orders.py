@@ -41,6 +41,7 @@ class NodeOrders:
         self._poller = poller
         self._groups_changed = groups_changed
         self._session_id = session_id
+        self._hello_seats: dict[tuple[str, int], types_pb2.Seat] = {}
         self.grpc_address = f"unix://{node.config.grpc_socket}"
 
     # ---- said
@@ -49,6 +50,7 @@ class NodeOrders:
         """This node and all its seats as they are now."""
         config = self._node.config
         seats_now = [keeper.message() for keeper in self._registry.keepers()]
+        self._hello_seats = {(seat.group, seat.rank): seat for seat in seats_now}
         for group, ranks in self._registry.offered.items():
             if group not in self._registry.groups:
                 seats_now += [
@@ -69,7 +71,9 @@ class NodeOrders:
     def connected(self) -> None:
         """The hello was taken: say again what no hello carries, and what changed since it left."""
         for keeper in self._registry.keepers():
-            self._node.send(controller_pb2.NodeMessage(seat=keeper.message()))
+            seat = keeper.message()
+            if self._hello_seats.get((seat.group, seat.rank)) != seat:
+                self._node.send(controller_pb2.NodeMessage(seat=seat))
         for group in self._registry.groups.values():
             group.stager.resend()
         self._poller.again()
