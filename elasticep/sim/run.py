@@ -166,7 +166,9 @@ async def _serves(world: World, when: str, limit_s: float) -> None:
         if world.stuck():
             return False
         counts = world.counts()
-        return all(n >= seen.setdefault(seat, n) + _MORE_STEPS for seat, n in counts.items())
+        for seat, count in counts.items():
+            seen.setdefault(seat, count)
+        return all(count >= seen[seat] + _MORE_STEPS for seat, count in counts.items())
 
     if await world.until(serves, limit_s):
         return
