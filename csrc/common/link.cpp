@@ -8,6 +8,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -56,6 +57,16 @@ bool send_message(int fd, const ep_message& m, const std::vector<int>& fds) {
   return sendmsg(fd, &h, MSG_NOSIGNAL) == ssize_t(sizeof m);
 }
 
+ep_message hello(uint32_t role, const std::string& text) {
+  ep_message m{};
+  m.magic = EP_MSG_MAGIC;
+  m.type = EP_MSG_HELLO;
+  m.a = role;
+  m.b = uint64_t(getpid());
+  strncpy(m.text, text.c_str(), EP_TEXT - 1);
+  return m;
+}
+
 // False on end of file or a message that is none of ours.
 bool receive(int fd, Received* out) {
   std::vector<unsigned char> body(kMaxBody);
@@ -85,7 +96,13 @@ bool receive(int fd, Received* out) {
 
 bool readable(int fd, int stop_event, int timeout_ms) {
   pollfd p[2] = {{fd, POLLIN, 0}, {stop_event, POLLIN, 0}};
-  return poll(p, stop_event >= 0 ? 2 : 1, timeout_ms) > 0 && p[0].revents;
+  const uint64_t begin = now_ns();
+  for (int left = timeout_ms;;) {
+    const int ready = poll(p, stop_event >= 0 ? 2 : 1, left);
+    if (ready >= 0 || errno != EINTR) return ready > 0 && p[0].revents;
+    // A signal of the engine's process is no answer of the daemon.
+    if (timeout_ms >= 0) left = timeout_ms - int(std::min<uint64_t>((now_ns() - begin) / 1'000'000, uint64_t(timeout_ms)));
+  }
 }
 
 }  // namespace
@@ -109,12 +126,7 @@ int Link::open(const std::string& path, uint32_t role, const std::string& ticket
   role_ = role;
   int fd = dial(path);
   if (fd < 0) return fd;
-  ep_message m{};
-  m.magic = EP_MSG_MAGIC;
-  m.type = EP_MSG_HELLO;
-  m.a = role;
-  m.b = uint64_t(getpid());
-  strncpy(m.text, ticket.c_str(), EP_TEXT - 1);
+  ep_message m = hello(role, ticket);
   if (!send_message(fd, m, {}) || !readable(fd, -1, int(timeout_ms)) || !receive(fd, welcome)) {
     ::close(fd);
     return fail(EP_EGONE, "the daemon at '%s' did not answer within %u ms", path.c_str(), timeout_ms);
@@ -157,14 +169,9 @@ uint64_t Link::away_ns() const {
 bool Link::reconnect() {
   int fd = dial(path_);
   if (fd < 0) return false;
-  ep_message m{};
-  m.magic = EP_MSG_MAGIC;
-  m.type = EP_MSG_HELLO;
+  ep_message m = hello(role_, group);
   m.rank = rank;
-  m.a = role_;
-  m.b = uint64_t(getpid());
   m.c = incarnation;
-  strncpy(m.text, group.c_str(), EP_TEXT - 1);
   Received answer;
   if (!send_message(fd, m, own_fds_) || !readable(fd, stop_event_, 2000) || !receive(fd, &answer)) {
     ::close(fd);

@@ -139,12 +139,8 @@ ep_header_map* ep_header_open(int header_fd, uint64_t layout_digest) {
 
 namespace ep {
 Header* header_of(ep_header_map* map) { return map->header; }
-}  // namespace ep
 
-void ep_header_close(ep_header_map* map) { delete map; }
-
-int ep_header_status(ep_header_map* map, ep_status* out) {
-  const Header& h = *map->header;
+void snapshot(const Header& h, ep_status* out) {
   *out = {};
   auto holder = [](const RobustLock& lock) {
     u32 word = lock.word.load();
@@ -166,6 +162,13 @@ int ep_header_status(ep_header_map* map, ep_status* out) {
   out->complete_steps = h.complete_steps.load();
   out->warmup = h.warmup.load();
   for (int i = 0; i < EP_BANKS; ++i) out->staged[i] = h.staged[i].load();
+}
+}  // namespace ep
+
+void ep_header_close(ep_header_map* map) { delete map; }
+
+int ep_header_status(ep_header_map* map, ep_status* out) {
+  snapshot(*map->header, out);
   return 0;
 }
 

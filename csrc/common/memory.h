@@ -19,6 +19,8 @@ struct Mapping {
 
 int check_header(const Header& header, u64 digest);
 Header* header_of(ep_header_map* map);
+// What a header says now; holders that the kernel marked dead count as none.
+void snapshot(const Header& h, ep_status* out);
 void fence(Header& header, u32 inc, u64 epoch, const char* text);
 
 }  // namespace ep

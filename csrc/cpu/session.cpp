@@ -186,24 +186,8 @@ int ep_session_geometry(ep_session* s, ep_geometry* out) {
 }
 
 int ep_session_status(ep_session* s, ep_status* out) {
-  const Header& h = s->header();
-  *out = {};
-  out->rank = h.rank;
-  out->incarnation = s->link.incarnation;
-  out->runner_pid = h.runner.pid.load();
-  out->engine_pid = h.engine.pid.load();
-  out->fenced = h.fenced.load();
-  out->wait_phase = h.wait.phase.load();
-  out->wait_exchange = h.wait.exchange.load();
-  out->wait_rank = h.wait.rank.load();
-  out->wait_since_ns = h.wait.since_ns.load();
-  out->progress = h.progress.load();
-  out->epoch = h.epoch.load();
-  out->step = h.step.load();
-  out->torn_steps = h.torn_steps.load();
-  out->complete_steps = h.complete_steps.load();
-  out->warmup = h.warmup.load();
-  for (int i = 0; i < EP_BANKS; ++i) out->staged[i] = h.staged[i].load();
+  snapshot(s->header(), out);
+  out->incarnation = s->link.incarnation;  // the header's may be a successor's
   return 0;
 }
 
