@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from elasticep.native import abi
 from elasticep.testing import experts, reference
-from elasticep.testing.local_group import LocalGroup, equal_weights, spread
+from elasticep.testing.local_group import LocalGroup
+from elasticep.testing.placements import equal_weights, spread
 from elasticep.testing.raw import Delivered, RawSession
 from elasticep.testing.reference import Floats
 
@@ -32,6 +33,18 @@ class Batch:
     x: Floats
     ids: npt.NDArray[np.int32]
     weights: Floats
+
+
+def exchange_config(max_tokens: int, **changes: Any) -> abi.ExchangeConfig:
+    """A routed exchange of fp32 rows that sends a copy per rank, with these fields changed."""
+    plain = {
+        "copies": abi.Copies.PER_RANK,
+        "layout": abi.RowLayout.ROUTED,
+        "dispatch_dtype": abi.Dtype.FP32,
+        "combine_dtype": abi.Dtype.FP32,
+        "channels": 1,
+    }
+    return abi.ExchangeConfig(**{**plain, **changes}, max_tokens=max_tokens)
 
 
 def make_batch(

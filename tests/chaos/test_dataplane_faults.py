@@ -5,183 +5,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from elasticep import errors
 from elasticep.native import abi
-from elasticep.testing.local_group import LocalGroup, spread
-from elasticep.testing.raw import Delivered, RawSession, TornError
+from elasticep.testing.clients import on_all
+from elasticep.testing.local_group import LocalGroup
+from elasticep.testing.placements import spread
+from elasticep.testing.raw import RawSession, TornError
+from elasticep.testing.scene import HIDDEN, RANKS, TOPK, Engine, Scene, geometry, timeouts
 
-RANKS, EXPERTS, TOPK, HIDDEN, LAYERS, CAP = 4, 12, 3, 32, 2, 16
 SITES = [s for s in abi.FailSite if s not in (abi.FailSite.NONE, abi.FailSite.STAGE)]
-
-
-def geometry(launch: int = abi.Launch.SERVICE, reduce: int = abi.Reduce.PER_EXPERT) -> abi.Geometry:
-    g = abi.Geometry(
-        layers=LAYERS,
-        experts=EXPERTS,
-        topk=TOPK,
-        hidden=HIDDEN,
-        slots=EXPERTS,
-        max_ranks=RANKS,
-        exchanges=1,
-        launch=launch,
-    )
-    g.exchange[0] = abi.ExchangeConfig(
-        copies=abi.Copies.PER_RANK,
-        layout=abi.RowLayout.ROUTED,
-        reduce=reduce,
-        max_tokens=CAP,
-        channels=1,
-    )
-    return g
-
-
-def timeouts(exchange_s: float = 5.0, step_s: float = 10.0) -> abi.Timeouts:
-    return abi.Timeouts(
-        suspect_after_ns=50_000_000,
-        hang_timeout_ns=1_000_000_000,
-        exchange_timeout_ns=int(exchange_s * 1e9),
-        step_timeout_ns=int(step_s * 1e9),
-    )
-
-
-SCALE = np.random.default_rng(7).standard_normal((LAYERS, EXPERTS, HIDDEN)).astype(np.float32)
-
-
-def write_outputs(got: Delivered, layer: int, experts_of_slots: npt.NDArray[np.int32]) -> None:
-    """Expert e of a layer multiplies by SCALE[layer, e]."""
-    rows, k = np.nonzero(got.ids >= 0)
-    experts = experts_of_slots[got.ids[rows, k]]
-    got.out[rows, k] = got.rows[rows] * SCALE[layer, experts]
-
-
-@dataclass
-class Engine:
-    """Decodes made-up batches in a thread: one step after the other, each result checked."""
-
-    session: RawSession
-    rank: int
-    stop: threading.Event
-    complete: list[tuple[int, int]] = field(default_factory=list)  # (step, epoch)
-    torn: int = 0
-    wrong: int = 0
-    error: BaseException | None = None
-    torn_at_ns: int = 0
-    last_complete_ns: int = 0
-    thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self.thread = threading.Thread(target=self._run, name=f"engine-{self.rank}")
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self.stop.is_set():
-                try:
-                    info = self.session.begin(CAP, timeout_ms=2_000)
-                except errors.StepTimeout:
-                    continue
-                self._step(info.step, info.epoch)
-        except errors.ElasticEPError as error:
-            self.error = error
-
-    def _step(self, step: int, epoch: int) -> None:
-        rng = np.random.default_rng([self.rank, step])
-        tables = self.session.slots(epoch)
-        good = True
-        try:
-            for layer in range(LAYERS):
-                n = int(rng.integers(0, CAP + 1))
-                x = rng.standard_normal((n, HIDDEN)).astype(np.float32)
-                ids = rng.integers(0, EXPERTS, (n, TOPK))
-                w = rng.random((n, TOPK)).astype(np.float32)
-                got = self.session.dispatch(0, layer, x, ids, w)
-                write_outputs(got, layer, tables[layer, self.rank])
-                out = self.session.combine(0, n)
-                want = np.zeros((n, HIDDEN), np.float32)
-                for k in range(TOPK):  # in the order of combine, so bit for bit
-                    want += w[:, k : k + 1] * (x * SCALE[layer, ids[:, k]])
-                good = good and bool(np.array_equal(out, want))
-        except TornError:
-            self.torn += 1
-            self.torn_at_ns = time.monotonic_ns()
-        if self.session.end():
-            self.last_complete_ns = time.monotonic_ns()
-            self.complete.append((step, epoch))
-            self.wrong += not good
-
-
-class Scene:
-    """Four engines in lockstep over a LocalGroup."""
-
-    def __init__(self, launch: int = abi.Launch.SERVICE, exchange_s: float = 5.0) -> None:
-        self.group = LocalGroup(geometry(launch), timeouts=timeouts(exchange_s))
-        self.slots = spread(self.group.geometry, range(RANKS), copies=2)
-        self.stop = threading.Event()
-        self.engines = [Engine(self.group.session(r), r, self.stop) for r in range(RANKS)]
-        self.group.stage(1, 0, range(RANKS), self.slots)
-
-    def start(self) -> None:
-        for engine in self.engines:
-            engine.start()
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        self.group.wait_for(condition, what)
-
-    def progress(self, ranks: list[int], steps: int = 5) -> None:
-        """Wait until each of these ranks has completed `steps` more steps."""
-        goal = {r: len(self.engines[r].complete) + steps for r in ranks}
-        self.wait(
-            lambda: all(len(self.engines[r].complete) >= goal[r] for r in ranks),
-            f"{steps} more complete steps on ranks {ranks}",
-        )
-
-    def reaches(self, epoch: int, ranks: list[int]) -> None:
-        """Wait until each of these ranks has completed a step in `epoch`."""
-
-        def there() -> bool:
-            done = [self.engines[r].complete for r in ranks]
-            return all(c and c[-1][1] == epoch for c in done)
-
-        self.wait(there, f"a complete step in epoch {epoch} on ranks {ranks}")
-
-    def survivors(self, dead: int) -> list[int]:
-        return [r for r in range(RANKS) if r != dead]
-
-    def finish(self) -> None:
-        self.stop.set()
-        for rank in range(RANKS):
-            if (
-                self.engines[rank].error is None
-                and self.group.geometry.launch == abi.Launch.SERVICE
-            ):
-                pass
-        for engine in self.engines:
-            if engine.thread is not None:
-                engine.thread.join(20)
-                assert not engine.thread.is_alive(), f"rank {engine.rank} hangs"
-
-    def close(self) -> None:
-        self.stop.set()
-        for engine in self.engines:
-            if engine.thread is not None:
-                engine.thread.join(20)
-            engine.session.close()
-        self.group.close()
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    s = Scene()
-    yield s
-    s.close()
+    with Scene() as s:
+        yield s
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda s: s.name.lower())
@@ -194,12 +38,7 @@ def test_i1_killed_at_every_point(scene: Scene, site: abi.FailSite) -> None:
     scene.wait(lambda: len(scene.group.deaths) > 0, f"the death at {site.name}")
     alive = scene.survivors(dead)
     scene.group.stage(2, 1, alive, scene.slots)
-    scene.wait(
-        lambda: all(
-            scene.engines[r].complete and scene.engines[r].complete[-1][1] == 2 for r in alive
-        ),
-        "a complete step in epoch 2 on all survivors",
-    )
+    scene.reaches(2, alive)
     scene.progress(alive, 5)
     scene.finish()
     assert [scene.engines[r].wrong for r in range(RANKS)] == [0] * RANKS
@@ -222,8 +61,7 @@ def test_i2_a_stopped_rank_tears_after_the_exchange_timeout(launch: abi.Launch) 
     if launch == abi.Launch.INLINE:
         check_i2_inline_silent_rank()
         return
-    scene = Scene(exchange_s=0.3)
-    try:
+    with Scene(exchange_s=0.3) as scene:
         scene.start()
         scene.progress(list(range(RANKS)), 3)
         scene.group.failpoint(1, abi.FailSite.SENT, abi.FailAction.STOP)
@@ -235,8 +73,6 @@ def test_i2_a_stopped_rank_tears_after_the_exchange_timeout(launch: abi.Launch) 
         assert [e.wrong for e in scene.engines] == [0] * RANKS
         assert all(e.error is None for e in scene.engines)
         assert_one_view_per_step(scene)
-    finally:
-        scene.close()
 
 
 def check_i2_inline_silent_rank() -> None:
@@ -250,8 +86,7 @@ def check_i2_inline_silent_rank() -> None:
             s = sessions[rank]
             s.begin(0)
             try:
-                empty = np.zeros((0, TOPK), np.int64)
-                s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
+                empty_dispatch(s)
             except TornError:
                 outcomes.append("torn")
             assert not s.end()
@@ -295,12 +130,7 @@ def test_i3_an_expelled_rank_that_wakes_completes_nothing(scene: Scene, site: ab
     alive = scene.survivors(ghost)
     scene.group.mark_dead(ghost)
     scene.group.stage(2, 1, alive, scene.slots)
-    scene.wait(
-        lambda: all(
-            scene.engines[r].complete and scene.engines[r].complete[-1][1] == 2 for r in alive
-        ),
-        "a complete step in epoch 2 on the survivors",
-    )
+    scene.reaches(2, alive)
     before = list(scene.engines[ghost].complete)
     scene.group.signal_worker(ghost, signal.SIGCONT)
     scene.wait(lambda: scene.engines[ghost].error is not None, "the expelled rank to learn it")
@@ -312,16 +142,14 @@ def test_i3_an_expelled_rank_that_wakes_completes_nothing(scene: Scene, site: ab
     assert all(scene.engines[r].error is None for r in alive)
 
 
-def empty_exchange(s: RawSession) -> None:
+def empty_dispatch(s: RawSession) -> None:
     none = np.zeros((0, TOPK), np.int64)
     s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), none, none)
+
+
+def empty_exchange(s: RawSession) -> None:
+    empty_dispatch(s)
     s.combine(0, 0)
-
-
-def on_all(sessions: list[RawSession], call: Callable[[RawSession], object]) -> list[object]:
-    """Run a call on every session at once; returns results in order."""
-    with ThreadPoolExecutor(len(sessions)) as pool:
-        return [f.result(20) for f in [pool.submit(call, s) for s in sessions]]
 
 
 def test_i3_left_behind_by_an_adoption() -> None:
@@ -483,9 +311,8 @@ def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
             def run(rank: int) -> None:
                 s = sessions[rank]
                 s.begin(0)
-                empty = np.zeros((0, TOPK), np.int64)
                 try:
-                    s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
+                    empty_dispatch(s)
                 except TornError as error:
                     results[rank] = (str(error), time.monotonic_ns())
                 s.end()
@@ -513,22 +340,13 @@ def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
             for rank in sessions:
                 assert group.status(rank).runner_pid == group.worker_pid(rank)
             group.stage(2, 1, list(sessions), slots)
-            after: list[bool] = []
 
-            def again(rank: int) -> None:
-                s = sessions[rank]
+            def again(s: RawSession) -> bool:
                 assert s.begin(0).epoch == 2
-                empty = np.zeros((0, TOPK), np.int64)
-                s.dispatch(0, 0, np.zeros((0, HIDDEN), np.float32), empty, empty)
-                s.combine(0, 0)
-                after.append(s.end())
+                empty_exchange(s)
+                return s.end()
 
-            threads = [threading.Thread(target=again, args=(r,)) for r in sessions]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join(10)
-            assert after == [True] * 3
+            assert on_all(sessions.values(), again) == [True] * 3
             for s in sessions.values():
                 s.close()
         finally:

@@ -1,18 +1,15 @@
 """The preset AUTO: one rank with prompt tokens makes it a prefill step for all, and only then."""
 
-import threading
-from collections.abc import Callable
-
 import pytest
 
 from elasticep.client.auto import AutoExchange
-from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
 from elasticep.errors import CapExceeded, UsageError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec, Layout
+from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
 
 torch = pytest.importorskip("torch")
@@ -40,37 +37,10 @@ CONFIG = GroupConfig(
 )
 
 
-def on_all(sessions: list[Session], call: Callable[[Session], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run(session: Session) -> None:
-        try:
-            call(session)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 def test_auto_prefills_when_any_rank_has_prompt_tokens() -> None:
     struct = geometry_struct(CONFIG)
     with LocalGroup(struct) as group:
-        sessions = [
-            Session(
-                NativeHandle(group.socket_path, group.ticket(rank), 10_000),
-                CONFIG,
-                rank=rank,
-                incarnation=1,
-            )
-            for rank in range(RANKS)
-        ]
+        sessions = [attach_to(group, CONFIG, rank) for rank in range(RANKS)]
         group.stage(1, 0, range(RANKS), spread(struct, range(RANKS)))
         layouts: dict[bool, set[Layout]] = {False: set(), True: set()}
 

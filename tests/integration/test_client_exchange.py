@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session, Step
 from elasticep.errors import Fenced, StepTimeout, TensorError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec
+from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
 
 torch = pytest.importorskip("torch")
@@ -51,8 +51,7 @@ class Ranks:
         self.group = LocalGroup(self.geometry)
         self.sessions: dict[int, Session] = {}
         for rank in range(group_config.initial_ranks):
-            handle = NativeHandle(self.group.socket_path, self.group.ticket(rank), 10_000)
-            self.sessions[rank] = Session(handle, group_config, rank=rank, incarnation=1)
+            self.sessions[rank] = attach_to(self.group, group_config, rank)
         self.stage(1, 0, list(self.sessions))
 
     def stage(self, epoch: int, previous: int, members: list[int]) -> None:
@@ -65,21 +64,14 @@ class Ranks:
     def together(self, work: Callable[[Session], Any], only: list[int] | None = None) -> list[Any]:
         """Run `work` for several ranks at once; results in rank order, errors as results."""
         ranks = sorted(self.sessions) if only is None else only
-        results: dict[int, Any] = {}
 
-        def one(rank: int) -> None:
+        def one(rank: int) -> Any:
             try:
-                results[rank] = work(self.sessions[rank])
+                return work(self.sessions[rank])
             except Exception as error:
-                results[rank] = error
+                return error
 
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(JOIN_S)
-            assert not thread.is_alive(), "a rank hangs"
-        return [results[rank] for rank in ranks]
+        return on_all(ranks, one)
 
     def close(self) -> None:
         for session in self.sessions.values():

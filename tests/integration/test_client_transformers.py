@@ -1,18 +1,17 @@
 """The Hugging Face adapter over real worker processes: what the model says does not change."""
 
 import copy
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
 from elasticep.demo.settings import ROWS, DemoSettings, ModelSizes
 from elasticep.errors import GroupMismatch, SpecError
 from elasticep.native.convert import geometry_struct
+from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
 
 torch = pytest.importorskip("torch")
@@ -24,7 +23,6 @@ from elasticep.engines.transformers import MoELayers, replace_moe_blocks  # noqa
 SIZES = ModelSizes(layers=2, hidden=32, experts=6, topk=2, heads=2, kv_heads=1)
 TEXT = b"The bridge will be closed."
 RANKS = 3
-JOIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -71,36 +69,13 @@ def open_group(stack: ExitStack) -> tuple[LocalGroup, list[Session]]:
     config = DemoSettings(ranks=RANKS, nodes=1, sizes=SIZES).group_config()
     struct = geometry_struct(config)
     group = stack.enter_context(LocalGroup(struct))
-    sessions = [
-        stack.enter_context(
-            Session(
-                NativeHandle(group.socket_path, group.ticket(rank), 10_000),
-                config,
-                rank=rank,
-                incarnation=1,
-            )
-        )
-        for rank in range(RANKS)
-    ]
+    sessions = [stack.enter_context(attach_to(group, config, rank)) for rank in range(RANKS)]
     group.stage(1, 0, range(RANKS), spread(struct, range(RANKS), copies=2))
     return group, sessions
 
 
 def together(engines: list[Engine], rows: list[int | None]) -> list[list[Any]]:
-    results: list[Any] = [None] * len(engines)
-
-    def one(number: int) -> None:
-        results[number] = engines[number].decode(rows[number])
-
-    threads = [
-        threading.Thread(target=one, args=(number,), daemon=True) for number in range(len(engines))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_S)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+    return on_all(range(len(engines)), lambda number: engines[number].decode(rows[number]))
 
 
 def alone(model: Any) -> list[Any]:

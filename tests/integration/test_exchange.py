@@ -13,7 +13,7 @@ import pytest
 from elasticep.native import abi
 from elasticep.testing import experts, reference
 from elasticep.testing.raw import Delivered, RawSession
-from elasticep.testing.world import Batch, World, make_batch, random_placement
+from elasticep.testing.world import Batch, World, exchange_config, make_batch, random_placement
 
 LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 12, 3, 128, 70
 TOKENS = (0, 1, 63, 64, CAP)
@@ -44,15 +44,7 @@ def geometry(
 
 
 def exchange(**changes: Any) -> abi.ExchangeConfig:
-    plain = {
-        "copies": abi.Copies.PER_RANK,
-        "layout": abi.RowLayout.ROUTED,
-        "dispatch_dtype": abi.Dtype.FP32,
-        "combine_dtype": abi.Dtype.FP32,
-        "max_tokens": CAP,
-        "channels": 1,
-    }
-    return abi.ExchangeConfig(**{**plain, **changes})
+    return exchange_config(**{"max_tokens": CAP, **changes})
 
 
 def batches(g: abi.Geometry, shift: int, seed: int) -> dict[int, Batch]:

@@ -18,7 +18,7 @@ from elasticep.spec import ExchangeSpec
 from elasticep.testing import reference
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.raw import RawSession, TornError
-from elasticep.testing.world import Batch, World, make_batch, random_placement
+from elasticep.testing.world import Batch, World, exchange_config, make_batch, random_placement
 
 LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 12, 3, 128, 16
 DEADLINE_S = 20.0
@@ -26,15 +26,7 @@ LAYOUTS = list(abi.RowLayout)
 
 
 def exchange(**changes: Any) -> abi.ExchangeConfig:
-    plain = {
-        "copies": abi.Copies.PER_RANK,
-        "layout": abi.RowLayout.ROUTED,
-        "dispatch_dtype": abi.Dtype.FP32,
-        "combine_dtype": abi.Dtype.FP32,
-        "max_tokens": CAP,
-        "channels": 1,
-    }
-    return abi.ExchangeConfig(**{**plain, **changes})
+    return exchange_config(**{"max_tokens": CAP, **changes})
 
 
 def geometry(ranks: int, *exchanges: abi.ExchangeConfig, **changes: Any) -> abi.Geometry:

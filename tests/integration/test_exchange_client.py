@@ -1,13 +1,11 @@
 """What the client makes of every layout and format, and rows that are quantised already."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
 from elasticep.errors import TensorError
 from elasticep.geometry import GroupGeometry
@@ -16,12 +14,12 @@ from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec
 from elasticep.testing import reference
+from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
 
 torch = pytest.importorskip("torch")
 
 EXPERTS, TOPK, HIDDEN, CAP, RANKS, SLOTS = 6, 2, 256, 9, 2, 3
-JOIN_S = 30.0
 EXCHANGES = {
     "masked": ExchangeSpec.preset(
         "EXPAND", max_tokens=CAP, dispatch_dtype="fp8", scale_layout="packed", masked_room=13
@@ -55,41 +53,12 @@ CONFIG = GroupConfig(
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[list[Session]]:
     group = LocalGroup(geometry_struct(CONFIG))
-    opened = [
-        Session(
-            NativeHandle(group.socket_path, group.ticket(rank), 10_000),
-            CONFIG,
-            rank=rank,
-            incarnation=1,
-        )
-        for rank in range(RANKS)
-    ]
+    opened = [attach_to(group, CONFIG, rank) for rank in range(RANKS)]
     group.stage(1, 0, range(RANKS), spread(group.geometry, range(RANKS)))
     yield opened
     for session in opened:
         session.detach()
     group.close()
-
-
-def together(sessions: list[Session], work: Callable[[Session], Any]) -> list[Any]:
-    results: dict[int, Any] = {}
-
-    def one(session: Session) -> None:
-        try:
-            results[session.rank] = work(session)
-        except BaseException as error:
-            results[session.rank] = error
-
-    threads = [threading.Thread(target=one, args=(s,), daemon=True) for s in sessions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_S)
-        assert not thread.is_alive(), "a rank hangs"
-    for result in results.values():
-        if isinstance(result, BaseException):
-            raise result
-    return [results[rank] for rank in range(RANKS)]
 
 
 def batch(seed: int) -> tuple[Any, Any, Any]:
@@ -161,7 +130,7 @@ def test_received_tensors_and_result(sessions: list[Session], name: str) -> None
         torch.testing.assert_close(out.float(), x.float(), rtol=0.13, atol=1.0)
         return out
 
-    together(sessions, work)
+    on_all(sessions, work)
 
 
 @pytest.mark.parametrize("name", ["columns", "runs", "routed"])
@@ -188,7 +157,7 @@ def test_rows_that_are_quantised_already(sessions: list[Session], name: str) -> 
         assert results[1].dtype == torch.bfloat16
         np.testing.assert_array_equal(results[0].float().numpy(), results[1].float().numpy())
 
-    together(sessions, work)
+    on_all(sessions, work)
 
 
 def test_wrong_scales_are_refused(sessions: list[Session]) -> None:
@@ -208,4 +177,4 @@ def test_wrong_scales_are_refused(sessions: list[Session]) -> None:
                 with pytest.raises(TensorError, match=text):
                     session.exchange(name).dispatch_send(0, rows, ids, weights, x_scales=scales)
 
-    together(sessions, work)
+    on_all(sessions, work)
