@@ -155,8 +155,8 @@ class RankSet:
             got[rank] = decode(data)
         failed = {rank: answer["error"] for rank, answer in got.items() if "error" in answer}
         if failed:
-            rank, why = next(iter(failed.items()))
-            raise BenchError(f"{self.system} rank {rank}: {why}")
+            rank = min(failed)
+            raise BenchError(f"{self.system} rank {rank}: {failed[rank]}")
         return [got[rank] for rank in sorted(got)]
 
     def call(self, op: str, deadline_s: float = DEADLINE_S, **same: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticep.bench import exchange, peers, ranks, report, steady
+from elasticep.bench import exchange, peers, ranks, recovery_planes, report, steady
 from elasticep.bench.case import Case
 from elasticep.bench.engine import Engine, WrongResult
 from elasticep.bench.exchange import group_config
@@ -88,7 +88,7 @@ def test_a_rank_that_fails_is_named_and_leaves_nothing_behind() -> None:
         with pytest.raises(ranks.BenchError, match="rank 0: AssertionError"):
             engines.call("run", runs=1, repeat=1)
         pids = [engines.pid(rank) for rank in (0, 1)]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(recovery_planes.alive(pid) for pid in pids)
 
 
 def test_a_system_that_does_not_start_is_refused_with_its_last_words() -> None:
@@ -99,7 +99,7 @@ def test_a_system_that_does_not_start_is_refused_with_its_last_words() -> None:
 def test_two_builds_are_compared_pair_by_pair(tmp_path: Path) -> None:
     words = ["--ranks", "2", "--tokens", "4", "--hidden", "64", "--experts", "8", "--topk", "2"]
     output = tmp_path / "steady.json"
-    words += ["--pairs", "3", "--exchanges", "2", "--output", str(output)]
+    words += ["--sets", "2", "--pairs", "2", "--exchanges", "2", "--output", str(output)]
     assert steady.main(["--against", str(LIBRARY_DIR), *words]) == 0
     assert '"ratio"' in output.read_text()
     assert steady.main(["--against", str(tmp_path), *words]) == 1
