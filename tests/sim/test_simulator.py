@@ -18,12 +18,12 @@ SCHEDULES = 2_000
 WORKERS = 2
 # Seeds within which each planted bug must be found; what it breaks is not the same every time.
 SEEDS = {
-    Plant.NO_LEAVE_CELL: 120,
-    Plant.EARLY_ADOPT: 200,
+    Plant.NO_LEAVE_CELL: 600,
+    Plant.EARLY_ADOPT: 1_500,
     Plant.STALE_WRITES: 20,
     Plant.REUSED_INCARNATION: 20,
     Plant.NO_DEAD_WORD: 20,
-    Plant.EARLY_ANSWER: 100,
+    Plant.EARLY_ANSWER: 600,
 }
 
 
