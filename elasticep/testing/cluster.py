@@ -17,15 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from elasticep.errors import ConfigError, Unavailable
 from elasticep.testing import supervisor
-from elasticep.testing.supervisor import CONTROLLER, daemon_name, ranks_of
+from elasticep.testing.supervisor import CONTROLLER, controller_name, daemon_name, ranks_of
 
 START_TIMEOUT_S: Final = 40.0
 _STOP_TIMEOUT_S: Final = 20.0
@@ -40,10 +40,21 @@ class Cluster:
         ranks: seats.
         nodes: daemons; the seats are split evenly among them.
         fault_injection: whether the daemons serve `InjectFault`.
+        controllers: replicas; one of them leads.
+        etcd_members: 1, 3 or 5.
+        via: node -> addresses that its daemon dials instead of the controllers' own.
     """
 
     def __init__(
-        self, *, group: str, ranks: int, nodes: int = 1, fault_injection: bool = False
+        self,
+        *,
+        group: str,
+        ranks: int,
+        nodes: int = 1,
+        fault_injection: bool = False,
+        controllers: int = 1,
+        etcd_members: int = 1,
+        via: Mapping[int, str] | None = None,
     ) -> None:
         if not 1 <= nodes <= ranks:
             raise ConfigError(
@@ -52,11 +63,15 @@ class Cluster:
         self.group = group
         self.ranks = ranks
         self.nodes = nodes
+        self.controllers = controllers
+        self._etcd_members = etcd_members
+        self._via = dict(via or {})
         self._fault_injection = fault_injection
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.folder = Path()
         self.up = False
+        self._etcd_said = 0
         self.pids: dict[str, int] = {}
         """Process id of each unit that is ready, by name."""
 
@@ -78,6 +93,9 @@ class Cluster:
             "ranks": self.ranks,
             "nodes": self.nodes,
             "fault_injection": self._fault_injection,
+            "controllers": self.controllers,
+            "etcd_members": self._etcd_members,
+            "via": self._via,
         }
         ours.send(json.dumps(settings).encode())
 
@@ -114,6 +132,8 @@ class Cluster:
                 self.pids.pop(name, None)
             case "up":
                 self.up = True
+            case "etcd":
+                self._etcd_said += 1
 
     def wait_up(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait until controller and daemons are ready.
@@ -142,9 +162,13 @@ class Cluster:
         """Path of the daemon's socket that an engine of this rank attaches to."""
         return str(supervisor.socket_dir(self.folder, self.node_of(rank)) / "daemon.sock")
 
-    def controller_address(self) -> str:
-        """What the controller listens on."""
-        return f"unix://{self.folder}/controller.sock"
+    def controller_address(self, number: int = 0) -> str:
+        """What a controller listens on."""
+        return supervisor.controller_address(self.folder, number)
+
+    def controller_addresses(self) -> tuple[str, ...]:
+        """What the controllers listen on, in order; the one named `controller` is the first."""
+        return tuple(self.controller_address(number) for number in range(self.controllers))
 
     def log(self, name: str) -> str:
         """What a unit (`controller`, `daemon-0`, ...) printed so far."""
@@ -152,10 +176,33 @@ class Cluster:
             return (self.folder / f"{name}.log").read_text(errors="replace")
         return ""
 
-    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a unit; one that ends is started again, with its stored descriptors."""
+    def _order(self, **order: Any) -> None:
         assert self._control is not None, "start() comes first"
-        self._control.send(json.dumps({"op": "kill", "name": name, "signal": number}).encode())
+        self._control.send(json.dumps(order).encode())
+
+    def kill(self, name: str, number: int = signal.SIGKILL, *, hold: bool = False) -> None:
+        """Send a signal to a unit; one that ends is started again, with its stored descriptors.
+
+        Args:
+            name: of the unit.
+            number: the signal.
+            hold: leave it down until `start_again`.
+        """
+        self._order(op="kill", name=name, signal=number, hold=hold)
+
+    def start_again(self, name: str) -> None:
+        """Start a unit that was killed with `hold`."""
+        self._order(op="start", name=name)
+
+    def etcd(self, what: Literal["kill-leader", "kill-all", "start"]) -> None:
+        """SIGKILL the etcd member that leads, or all; or start those that are down. Waits for it.
+
+        Raises:
+            Unavailable: it did not come about in time.
+        """
+        before = self._etcd_said
+        self._order(op="etcd", what=what)
+        self.wait_for(lambda: self._etcd_said > before, START_TIMEOUT_S, f"etcd: {what}")
 
     def stop(self) -> None:
         """End everything and delete the folder. May be called twice."""
@@ -204,4 +251,4 @@ def end_users_of(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-__all__ = ["CONTROLLER", "Cluster", "daemon_name", "end_users_of"]
+__all__ = ["CONTROLLER", "Cluster", "controller_name", "daemon_name", "end_users_of"]

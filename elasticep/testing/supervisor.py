@@ -5,8 +5,10 @@ number FD). When that socket closes, however its owner ended, everything is stop
 cluster's folder deleted; so a crash of the demo or of a test leaves nothing behind. Workers whose
 daemon died become this process's children and are ended, too.
 
-First message in: `{"folder", "group", "ranks", "nodes", "fault_injection"}`. Then
-`{"op": "kill" | "stop", ...}`. Out: `{"event": "ready" | "exited" | "failed" | "up", ...}`.
+First message in: `{"folder", "group", "ranks", "nodes", "fault_injection"}`, and if there are
+several `"controllers"` and `"etcd_members"`; `"via": {node: address}` gives a node's daemon another
+way to the controllers. Then `{"op": "kill" | "start" | "etcd" | "stop", ...}`.
+Out: `{"event": "ready" | "exited" | "failed" | "up" | "etcd", ...}`.
 """
 
 import json
@@ -32,6 +34,16 @@ _STOP_TIMEOUT_S: Final = 5.0
 _RESTART_PAUSE_S: Final = 0.05
 
 
+def controller_name(number: int) -> str:
+    """Name of the unit of a controller; the first one is plain `controller`."""
+    return f"{CONTROLLER}-{number}" if number else CONTROLLER
+
+
+def controller_address(folder: Path, number: int = 0) -> str:
+    """What a controller listens on."""
+    return f"unix://{folder}/{controller_name(number)}.sock"
+
+
 def daemon_name(node: int) -> str:
     """Name of the unit of a node's daemon."""
     return f"daemon-{node}"
@@ -50,19 +62,22 @@ def ranks_of(node: int, nodes: int, ranks: int) -> range:
 def plan(settings: dict[str, Any], etcd_endpoints: tuple[str, ...]) -> list[UnitSpec]:
     """Controller and daemons, in the order in which they are started."""
     folder = Path(settings["folder"])
-    controller = f"unix://{folder}/controller.sock"
     command = (sys.executable, "-m", "elasticep.cli.main")
+    controllers = [controller_address(folder, n) for n in range(settings.get("controllers", 1))]
     units = [
         UnitSpec(
-            name=CONTROLLER,
+            name=controller_name(number),
             argv=(*command, "controller"),
             env={
-                "ELASTICEP_CONTROLLER_LISTEN": controller,
+                "ELASTICEP_CONTROLLER_LISTEN": address,
+                "ELASTICEP_CONTROLLER_NAME": controller_name(number),
                 "ELASTICEP_CONTROLLER_ETCD_ENDPOINTS": ",".join(etcd_endpoints),
             },
-            log=folder / "controller.log",
+            log=folder / f"{controller_name(number)}.log",
         )
+        for number, address in enumerate(controllers)
     ]
+    via = settings.get("via", {})
     for node in range(settings["nodes"]):
         ranks = ranks_of(node, settings["nodes"], settings["ranks"])
         where = socket_dir(folder, node)
@@ -74,7 +89,7 @@ def plan(settings: dict[str, Any], etcd_endpoints: tuple[str, ...]) -> list[Unit
                 env={
                     "ELASTICEP_DAEMON_NODE": f"node-{node}",
                     "ELASTICEP_DAEMON_SOCKET_DIR": str(where),
-                    "ELASTICEP_DAEMON_CONTROLLERS": controller,
+                    "ELASTICEP_DAEMON_CONTROLLERS": via.get(str(node), ",".join(controllers)),
                     "ELASTICEP_DAEMON_SEATS": f"{settings['group']}:{ranks[0]}-{ranks[-1]}",
                     "ELASTICEP_DAEMON_FAULT_INJECTION": str(settings["fault_injection"]).lower(),
                 },
@@ -92,6 +107,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._units: dict[str, Unit] = {}
         self._restart_at: dict[str, float] = {}
+        self._held: set[str] = set()
         self._etcd: LocalEtcd | None = None
         self._folder: Path | None = None
         self._up = False
@@ -106,7 +122,7 @@ class Supervisor:
             self._folder = Path(settings["folder"])
             tempfile.tempdir = str(self._folder)  # what etcd leaves goes with the folder
             self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
-            self._etcd = LocalEtcd()
+            self._etcd = LocalEtcd(settings.get("etcd_members", 1))
             for spec in plan(settings, self._etcd.endpoints):
                 self._add(spec)
             while self._serve():
@@ -151,12 +167,39 @@ class Supervisor:
         order = json.loads(message)
         if order["op"] == "stop":
             return False
+        if order["op"] == "etcd":
+            self._on_etcd(order)
+            return True
         unit = self._units[order["name"]]
+        if order["op"] == "start":
+            self._held.discard(unit.spec.name)
+            if unit.pidfd < 0:
+                self._start(unit)
+            return True
+        if order.get("hold"):
+            self._held.add(unit.spec.name)
         # The clock is read before the signal: what follows from the kill is never earlier.
         at_ns = time.monotonic_ns()
         unit.signal(order["signal"])
         self._tell(event="signalled", name=unit.spec.name, at_ns=at_ns)
         return True
+
+    def _on_etcd(self, order: dict[str, Any]) -> None:
+        """Kill the member that leads or all of them, or start those that were killed."""
+        assert self._etcd is not None
+        match order["what"]:
+            case "kill-leader":
+                hit = [self._etcd.leader()]
+            case "kill-all":
+                hit = [member for member in self._etcd.members if member.pid]
+            case _:
+                hit = [member for member in self._etcd.members if not member.pid]
+        for member in hit:
+            if order["what"] == "start":
+                self._etcd.restart(member)
+            else:
+                member.kill()
+        self._tell(event="etcd", what=order["what"], members=[member.name for member in hit])
 
     def _on_notify(self, name: str) -> bool:
         unit = self._units[name]
@@ -175,6 +218,8 @@ class Supervisor:
         now = time.monotonic()
         self._tell(event="exited", name=name, status=status, at_ns=time.monotonic_ns())
         # A first start that fails will fail again; only what once worked is started again.
+        if name in self._held:
+            return True
         if self._up and unit.spec.restart and unit.may_start(now):
             self._restart_at[name] = now + _RESTART_PAUSE_S
         else:
