@@ -44,6 +44,8 @@ int Expansion::plan() {
     landing_.next[s] = u32(at);
     if (contiguous_) offsets_[s] = int32_t(at);
     at += contiguous_ ? (n + kAlignment - 1) / kAlignment * kAlignment : l_.room;
+    // Room is for distinct experts in a token; the same one named again may need more.
+    if (at > l_.expanded_rows) return int(s);
     rows += n;
   }
   if (contiguous_) offsets_[g_.slots] = int32_t(at);

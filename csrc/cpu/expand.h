@@ -9,7 +9,7 @@ class Expansion {
  public:
   Expansion(const ep_geometry& geometry, const ep_exchange_config& exchange, const ChannelLayout& layout, u8* data, Landing& landing);
 
-  // From the tally to counts and runs. Returns the slot that has more rows than room (masked), or -1.
+  // From the tally to counts and runs. Returns the slot that has more rows than room, or -1.
   int plan();
   // Row `row` (of all sources' rows) to each of its places here.
   void take(u64 row);

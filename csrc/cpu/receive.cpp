@@ -101,8 +101,9 @@ int Runner::lay_out(const Flight& f, const ChannelLayout& l, Landing& landing, c
   if (full >= 0) {
     const int32_t expert = view_->tables.slots[(u64(f.layer) * g_.max_ranks + me_) * g_.slots + u32(full)];
     char text[192];
-    snprintf(text, sizeof text, "expert %d (slot %d of rank %u, layer %u) gets %d rows, but masked_room is %llu; raise masked_room or leave it out", expert,
-             full, me_, f.layer, landing.tally[1 + full], (unsigned long long)l.room);
+    const int said = snprintf(text, sizeof text, "expert %d (slot %d of rank %u, layer %u) gets %d rows, ", expert, full, me_, f.layer, landing.tally[1 + full]);
+    if (x.masked_room) snprintf(text + said, sizeof text - u64(said), "but masked_room is %u; raise masked_room or leave it out", x.masked_room);
+    else snprintf(text + said, sizeof text - u64(said), "for which there is no room; name an expert only once in a token");
     tear(text);
     return fail(EP_ECAP, "step %llu is torn: %s", (unsigned long long)step_, text);
   }
