@@ -18,7 +18,6 @@ from elasticep.client.auto import AnyExchange
 from elasticep.client.received import Received
 from elasticep.client.session import Session
 from elasticep.errors import GroupMismatch, SpecError
-from elasticep.spec import Reduce
 
 SUPPORTED_BLOCKS: Final = ("Qwen3MoeSparseMoeBlock",)
 
@@ -75,7 +74,7 @@ class ExchangeMoE(nn.Module):
         slots = self._layers.session.slots(self.layer)
         rows, picks = (recv.ids >= 0).nonzero(as_tuple=True)
         local = recv.ids[rows, picks]
-        per_rank = self._layers.exchange.spec.reduce is Reduce.PER_RANK
+        per_rank = recv.out.dim() == 2  # else an output for each choice
         total = torch.zeros(recv.out.shape if per_rank else (0,))
         for slot in local.unique().tolist():
             mine = local == slot
@@ -173,12 +172,13 @@ def replace_moe_blocks(
         GroupMismatch: the group was created for another model.
     """
     layers = MoELayers(session, session.exchange(exchange), rowwise=rowwise)
-    if layers.exchange.spec.by_expert or layers.exchange.spec.dispatch_dtype.quantised:
-        raise SpecError(
-            f"exchange {exchange!r} has layout {layers.exchange.spec.layout.value!r} and "
-            f"{layers.exchange.spec.dispatch_dtype.value} rows; this adapter computes routed and "
-            "arrival layouts with fp32, fp16 or bf16 rows"
-        )
+    for part in layers.exchange.spec.parts():
+        if part.by_expert or part.dispatch_dtype.quantised:
+            raise SpecError(
+                f"exchange {exchange!r} has layout {part.layout.value!r} and "
+                f"{part.dispatch_dtype.value} rows; this adapter computes routed and arrival "
+                "layouts with fp32, fp16 or bf16 rows"
+            )
     found = [m for m in model.modules() if type(m).__name__ in SUPPORTED_BLOCKS]
     if not found:
         raise SpecError(
