@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +42,8 @@ class Cluster:
         fault_injection: whether the daemons serve `InjectFault`.
         controllers: replicas; one of them leads.
         etcd_members: 1, 3 or 5.
-        via: node -> addresses that its daemon dials instead of the controllers' own.
+        environment: unit -> variables that differ from what it would get.
+        wrap: unit -> a command that runs the unit's own, its first word an absolute path.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Cluster:
         fault_injection: bool = False,
         controllers: int = 1,
         etcd_members: int = 1,
-        via: Mapping[int, str] | None = None,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+        wrap: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         if not 1 <= nodes <= ranks:
             raise ConfigError(
@@ -65,7 +67,8 @@ class Cluster:
         self.nodes = nodes
         self.controllers = controllers
         self._etcd_members = etcd_members
-        self._via = dict(via or {})
+        self._environment = {name: dict(more) for name, more in (environment or {}).items()}
+        self._wrap = {name: list(words) for name, words in (wrap or {}).items()}
         self._fault_injection = fault_injection
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -95,7 +98,8 @@ class Cluster:
             "fault_injection": self._fault_injection,
             "controllers": self.controllers,
             "etcd_members": self._etcd_members,
-            "via": self._via,
+            "environment": self._environment,
+            "wrap": self._wrap,
         }
         ours.send(json.dumps(settings).encode())
 

@@ -6,8 +6,8 @@ cluster's folder deleted; so a crash of the demo or of a test leaves nothing beh
 daemon died become this process's children and are ended, too.
 
 First message in: `{"folder", "group", "ranks", "nodes", "fault_injection"}`, and if there are
-several `"controllers"` and `"etcd_members"`; `"via": {node: address}` gives a node's daemon another
-way to the controllers. Then `{"op": "kill" | "start" | "etcd" | "stop", ...}`.
+several `"controllers"` and `"etcd_members"`; `"environment"` and `"wrap"` (a command before the
+unit's own) by unit name. Then `{"op": "kill" | "start" | "etcd" | "stop", ...}`.
 Out: `{"event": "ready" | "exited" | "failed" | "up" | "etcd", ...}`.
 """
 
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +78,6 @@ def plan(settings: dict[str, Any], etcd_endpoints: tuple[str, ...]) -> list[Unit
         )
         for number, address in enumerate(controllers)
     ]
-    via = settings.get("via", {})
     for node in range(settings["nodes"]):
         ranks = ranks_of(node, settings["nodes"], settings["ranks"])
         where = socket_dir(folder, node)
@@ -89,14 +89,20 @@ def plan(settings: dict[str, Any], etcd_endpoints: tuple[str, ...]) -> list[Unit
                 env={
                     "ELASTICEP_DAEMON_NODE": f"node-{node}",
                     "ELASTICEP_DAEMON_SOCKET_DIR": str(where),
-                    "ELASTICEP_DAEMON_CONTROLLERS": via.get(str(node), ",".join(controllers)),
+                    "ELASTICEP_DAEMON_CONTROLLERS": ",".join(controllers),
                     "ELASTICEP_DAEMON_SEATS": f"{settings['group']}:{ranks[0]}-{ranks[-1]}",
                     "ELASTICEP_DAEMON_FAULT_INJECTION": str(settings["fault_injection"]).lower(),
                 },
                 log=folder / f"{daemon_name(node)}.log",
             )
         )
-    return units
+    return [_adjusted(unit, settings) for unit in units]
+
+
+def _adjusted(unit: UnitSpec, settings: dict[str, Any]) -> UnitSpec:
+    more = settings.get("environment", {}).get(unit.name, {})
+    before = tuple(settings.get("wrap", {}).get(unit.name, ()))
+    return replace(unit, argv=(*before, *unit.argv), env={**unit.env, **more})
 
 
 class Supervisor:
