@@ -21,6 +21,7 @@ TAKEOVER_GRACE_MS: Final = 3_000
 MAX_NODES: Final = 4_096  # that ever said hello; their endpoints are kept
 MAX_GROUPS: Final = 256
 _DEFAULT_HEARTBEAT_MS: Final = 500
+_MOST_HEARTBEAT_MS: Final = 1_000  # a node leaves a controller that it has not heard for 5 s
 
 Outcomes = list[tuple[str, Outcome]]
 """(group, what is to be done for it), in order."""
@@ -70,9 +71,9 @@ class Cluster:
 
     @property
     def heartbeat_ms(self) -> int:
-        """How often heartbeats go both ways: a third of the shortest node timeout."""
+        """How often nodes are sent a heartbeat: a third of the shortest node timeout, at most 1 s."""
         timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
-        return min(timeouts) // 3 if timeouts else _DEFAULT_HEARTBEAT_MS
+        return min(min(timeouts) // 3, _MOST_HEARTBEAT_MS) if timeouts else _DEFAULT_HEARTBEAT_MS
 
     # ---- nodes
 

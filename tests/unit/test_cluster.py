@@ -9,6 +9,7 @@ from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.records import Endpoint, Loaded
 from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup
 from elasticep.group import Timeouts
+from elasticep.runtime.limits import Limits
 from elasticep.testing.membership import group_config
 
 
@@ -57,6 +58,11 @@ def test_groups_judge_by_their_own_timeouts() -> None:
     outcomes, _ = cluster.tick(3_000)
     assert {group for group, outcome in outcomes if outcome.notices} == {"g"}
     assert cluster.heartbeat_ms == 500
+
+
+def test_a_long_node_timeout_does_not_make_the_leader_silent_to_its_nodes() -> None:
+    cluster = started(timeouts=Timeouts(node_timeout_ms=60_000))
+    assert cluster.heartbeat_ms * 3 < Limits().controller_silence_s * 1_000
 
 
 def test_an_older_session_that_ends_late_does_not_end_the_newer_one() -> None:
