@@ -71,7 +71,7 @@ class Cluster:
 
     @property
     def heartbeat_ms(self) -> int:
-        """How often nodes are sent a heartbeat: a third of the shortest node timeout, at most 1 s."""
+        """How often nodes get a heartbeat: a third of the shortest node timeout, at most 1 s."""
         timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
         return min(min(timeouts) // 3, _MOST_HEARTBEAT_MS) if timeouts else _DEFAULT_HEARTBEAT_MS
 
