@@ -260,6 +260,11 @@ def test_barrier_times_out_and_goes_on_at_the_same_barrier(
 
     with pytest.raises(StepTimeout, match="rank 1 did not reach barrier"):
         early()
+    # It waits on, for as long as it has: hangs are found also where engines wait with short limits.
+    since = ranks.sessions[0].status().wait_since_ns
+    with pytest.raises(StepTimeout):
+        early()
+    assert ranks.sessions[0].status().wait_since_ns == since > 0
 
     def step(session: Session) -> int:
         with session.step() as step:
