@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, Self
 from elasticep.errors import ConfigError, Unavailable
 from elasticep.testing import supervisor
 from elasticep.testing.supervisor import CONTROLLER, controller_name, daemon_name, ranks_of
+from elasticep.testing.units import descendants
 
 START_TIMEOUT_S: Final = 40.0
 _STOP_TIMEOUT_S: Final = 20.0
@@ -75,6 +76,7 @@ class Cluster:
         self.folder = Path()
         self.up = False
         self._etcd_said = 0
+        self.etcd_endpoints: tuple[str, ...] = ()
         self.pids: dict[str, int] = {}
         """Process id of each unit that is ready, by name."""
 
@@ -136,6 +138,7 @@ class Cluster:
                 self.pids.pop(name, None)
             case "up":
                 self.up = True
+                self.etcd_endpoints = tuple(event["etcd"])
             case "etcd":
                 self._etcd_said += 1
 
@@ -155,6 +158,10 @@ class Cluster:
             if left <= 0:
                 raise Unavailable(f"local cluster: not within {timeout:g} s: {what}")
             self.events(left)
+
+    def processes(self) -> list[int]:
+        """Process ids of all that runs below the supervisor: units, etcd, workers."""
+        return descendants(self._process.pid) if self._process is not None else []
 
     def node_of(self, rank: int) -> int:
         """The node that offers a rank."""

@@ -13,8 +13,10 @@ completed a step ran it in one view (I4), epochs grow, and an epoch is the same 
 
 import atexit
 import functools
+import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -35,6 +37,8 @@ from elasticep.testing.cluster import Cluster
 WAIT_S: Final = 20.0
 _LOOK_S: Final = 0.01
 _CALL_S: Final = 2.0
+_DRAIN_S: Final = 12.0
+_numbers = itertools.count()
 Record = dict[str, Any]
 
 
@@ -170,6 +174,11 @@ class EngineProcess:
         """How it ended: its record "left", "fenced" or "failed"; None: it runs, or was killed."""
         return next((r for r in self.records() if r["kind"] in ("left", "fenced", "failed")), None)
 
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended."""
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
     def signal(self, number: int) -> int:
         """Send a signal; returns the clock just before, nanoseconds."""
         at_ns = time.monotonic_ns()
@@ -207,7 +216,7 @@ class Fleet:
         """Start an engine on each of these seats, with `decoding_engine.EngineSettings`."""
         opened = []
         for rank in ranks:
-            name = f"{self.config.name}-engine-{len(self.all)}"
+            name = f"engine-{next(_numbers)}"
             record = self.cluster.folder / f"{name}.jsonl"
             order = {
                 "rank": rank,
@@ -280,7 +289,7 @@ class Fleet:
             last = e.records()[-3:]
             lines.append(f"rank {e.rank} pid {e.pid} epoch {e.epoch} view {e.view}: {last}")
         units = [p.stem for p in sorted(self.cluster.folder.glob("*.log"))]
-        lines += [f"---- {unit}\n{self.cluster.log(unit)[-3000:]}" for unit in units]
+        lines += [f"---- {unit}\n{self.cluster.log(unit)[-1500:]}" for unit in units]
         return "\n".join(lines)
 
     # ---- judging
@@ -328,6 +337,27 @@ class Fleet:
             )
         return next(s for s in answer.seats if s.seat.rank == rank)
 
+    def drain(self, ranks: Iterable[int]) -> int:
+        """Drain ranks, as an operator would; the epoch that leaves them out."""
+        request = controller_pb2.DrainRequest(
+            group=self.config.name, ranks=list(ranks), reason="a test"
+        )
+        answer = ask_leader(
+            self.cluster.controller_addresses(),
+            lambda stub: stub.Drain(request, timeout=_DRAIN_S),
+        )
+        assert isinstance(answer, controller_pb2.DrainResponse), f"no leader drained {ranks}"
+        return answer.epoch
+
+    def undrain(self, ranks: Iterable[int]) -> None:
+        """Let drained ranks in again."""
+        request = controller_pb2.UndrainRequest(group=self.config.name, ranks=list(ranks))
+        answer = ask_leader(
+            self.cluster.controller_addresses(),
+            lambda stub: stub.Undrain(request, timeout=_CALL_S),
+        )
+        assert answer is not None, f"no leader let {ranks} in"
+
     def close(self) -> None:
         """End all engines."""
         for engine in self.all:
@@ -345,18 +375,22 @@ class Fleet:
         self.close()
 
 
-def group_status(
-    addresses: Iterable[str], group: str
-) -> tuple[str, controller_pb2.GroupStatus | None]:
-    """The leader's name and what it says of a group; ("", None) when none leads or knows it."""
+def ask_leader(addresses: Iterable[str], call: Callable[[Any], Any]) -> Any:
+    """What the first controller that takes the call answers; None: none did."""
     import grpc
 
     from elasticep.proto import controller_pb2_grpc
 
-    request = controller_pb2.GetClusterRequest(group=group)
     for address in addresses:
         with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
-            stub = controller_pb2_grpc.ControllerServiceStub(channel)
-            answer = stub.GetCluster(request, timeout=_CALL_S)
-            return answer.leader, next(iter(answer.groups), None)
-    return "", None
+            return call(controller_pb2_grpc.ControllerServiceStub(channel))
+    return None
+
+
+def group_status(
+    addresses: Iterable[str], group: str
+) -> tuple[str, controller_pb2.GroupStatus | None]:
+    """The leader's name and what it says of a group; ("", None) when none leads or knows it."""
+    request = controller_pb2.GetClusterRequest(group=group)
+    answer = ask_leader(addresses, lambda stub: stub.GetCluster(request, timeout=_CALL_S))
+    return ("", None) if answer is None else (answer.leader, next(iter(answer.groups), None))

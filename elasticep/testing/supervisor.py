@@ -213,7 +213,8 @@ class Supervisor:
             self._tell(event="ready", name=name, pid=unit.pid, at_ns=time.monotonic_ns())
             if not self._up and all(unit.ready for unit in self._units.values()):
                 self._up = True
-                self._tell(event="up")
+                assert self._etcd is not None
+                self._tell(event="up", etcd=self._etcd.endpoints)
         return True
 
     def _on_exit(self, name: str) -> bool:
