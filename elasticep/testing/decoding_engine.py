@@ -83,6 +83,7 @@ class Engine:
         self._cap = dict(settings.config.exchanges)[EXCHANGE].max_tokens
         self._epoch = 0
         self._leaving = False
+        self._compiled = False
         self._good = True
 
     def _tell(self, kind: str, **fields: Any) -> None:
@@ -165,7 +166,7 @@ class Engine:
 
     def _layers(self, session: Session, count: int, number: int) -> None:
         s = self._settings
-        first = number == 0
+        first, self._compiled = not self._compiled, True
         with session.warmup() if first and s.warm else nullcontext():
             if first and s.slow_s:
                 self._wait(s.slow_s)
