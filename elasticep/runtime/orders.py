@@ -13,6 +13,7 @@ from elasticep.runtime.seats import SeatState
 
 _DEFAULT_HEARTBEAT_S: Final = 0.5
 _LEAST_HEARTBEAT_S: Final = 0.02
+_MOST_HEARTBEAT_S: Final = 1.0  # heartbeats carry the progress by which hangs are judged
 _HEARTBEATS_PER_TIMEOUT: Final = 3
 
 
@@ -94,13 +95,14 @@ class NodeOrders:
         return beat
 
     def heartbeat_s(self) -> float:
-        """A third of the shortest node timeout of the groups here."""
+        """A third of the shortest node timeout of the groups here, at most 1 s."""
         timeouts = [
             group.config.timeouts.node_timeout_ms for group in self._registry.groups.values()
         ]
         if not timeouts:
             return _DEFAULT_HEARTBEAT_S
-        return max(_LEAST_HEARTBEAT_S, min(timeouts) / 1000 / _HEARTBEATS_PER_TIMEOUT)
+        third = min(timeouts) / 1000 / _HEARTBEATS_PER_TIMEOUT
+        return min(_MOST_HEARTBEAT_S, max(_LEAST_HEARTBEAT_S, third))
 
     # ---- heard
 

@@ -35,3 +35,20 @@ def test_what_changes_while_the_hello_is_on_its_way_is_said_after_it() -> None:
     orders.hello()
     orders.connected()
     assert said == []
+
+
+def test_progress_is_told_every_second_however_long_a_node_may_be_silent() -> None:
+    def orders(*timeouts_ms: int) -> NodeOrders:
+        groups = {
+            str(number): SimpleNamespace(
+                config=SimpleNamespace(timeouts=SimpleNamespace(node_timeout_ms=ms))
+            )
+            for number, ms in enumerate(timeouts_ms)
+        }
+        registry: Any = SimpleNamespace(keepers=list, offered={}, groups=groups)
+        node: Any = SimpleNamespace(config=DaemonConfig(node="n", domain="d"))
+        unused: Any = None
+        return NodeOrders(node, registry, unused, Signal(), "session")
+
+    assert orders(60_000, 90_000).heartbeat_s() == 1.0
+    assert orders(60_000, 1_500).heartbeat_s() == 0.5
