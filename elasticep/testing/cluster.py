@@ -196,8 +196,8 @@ class Cluster:
 
         Args:
             name: of the unit.
-            number: the signal.
-            hold: leave it down until `start_again`.
+            number: the signal; 0 sends none.
+            hold: when it ends, leave it down until `start_again`.
         """
         self._order(op="kill", name=name, signal=number, hold=hold)
 

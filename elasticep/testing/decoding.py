@@ -269,8 +269,11 @@ class Fleet:
             if any(e.attached is None for e in engines):
                 return False
             view = {e.rank: e.incarnation for e in engines}
-            epochs = {e.epoch for e in engines}
-            return all(e.view == view for e in engines) and len(epochs) == 1 and 0 not in epochs
+            if any(e.view != view for e in engines):
+                return False
+            # A view is recorded before its first complete step.
+            epochs = {e.epoch for e in engines} | {e.records("view")[-1]["epoch"] for e in engines}
+            return len(epochs) == 1
 
         self.wait(there, f"ranks {sorted(wanted)} serve in one view", timeout)
 

@@ -184,6 +184,7 @@ class Supervisor:
             return True
         if order.get("hold"):
             self._held.add(unit.spec.name)
+            self._restart_at.pop(unit.spec.name, None)
         # The clock is read before the signal: what follows from the kill is never earlier.
         at_ns = time.monotonic_ns()
         unit.signal(order["signal"])

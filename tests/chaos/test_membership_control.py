@@ -41,7 +41,8 @@ def kill_worker(fleet: Fleet, rank: int) -> int:
 
 def test_standby_finishes_the_view_change_of_a_leader_that_dies_with_a_worker(fleet: Fleet) -> None:
     leader = fleet.leader()
-    fleet.cluster.kill(leader, hold=True)
+    fleet.cluster.kill(leader, 0, hold=True)
+    os.kill(fleet.cluster.pids[leader], signal.SIGKILL)  # by ourselves: at the same moment
     kill_worker(fleet, 1)
     fleet.members({0, 2, 3})
     fleet.ended(1, "fenced")
