@@ -174,3 +174,22 @@ def test_case_26_twenty_joins_and_leaves_leave_nothing_over(fleet: Fleet) -> Non
         f"no more descriptors and mappings than {held}",
     )
     assert left()[2] == stored
+
+
+@scene(2, 3, 3, Timeouts(node_timeout_ms=1_500))  # type: ignore[operator]
+def test_expelled_engine_completes_nothing_also_when_no_daemon_can_tell_it(fleet: Fleet) -> None:
+    fleet.open(range(3))
+    fleet.members(range(3))
+    fleet.progress(range(3))
+    daemon = fleet.cluster.pids[daemon_name(0)]  # of rank 0 alone
+    engine = fleet.engine(0)
+    os.kill(daemon, signal.SIGSTOP)
+    stopped_ns = engine.signal(signal.SIGSTOP)
+    fleet.members([1, 2])
+    engine.signal(signal.SIGCONT)
+    assert "went on without it" in fleet.ended(0, "fenced")["why"]
+    assert all(record["at_ns"] < stopped_ns for record in engine.complete())
+    os.kill(daemon, signal.SIGCONT)
+    fleet.open([0])
+    fleet.members(range(3))
+    assert fleet.engine(0).incarnation == 2
