@@ -7,6 +7,7 @@
 #include "common/link.h"
 #include "common/robust.h"
 #include "common/sys.h"
+#include "kernels.h"
 #include "runner.h"
 #include "service.h"
 
@@ -15,6 +16,21 @@ using namespace ep;
 namespace {
 constexpr u64 kWorkerGrace = 5'000'000'000;  // beyond the worker's own deadline
 constexpr u64 kLook = 20'000'000;
+// Between an engine's memory and its region; a large batch goes past the caches, as its rows do.
+void hand_over(void* to, const void* from, u64 bytes) {
+  u8* d = static_cast<u8*>(to);
+  const u8* f = static_cast<const u8*>(from);
+  if (streams(bytes)) {
+    const u64 head = -reinterpret_cast<u64>(d) % 64, body = (bytes - head) / 64 * 64;
+    memcpy(d, f, head);
+    u8* aligned = d + head;
+    kernels.spread(&aligned, 1, f + head, body, true);
+    stream_fence();
+    d += head + body, f += head + body, bytes -= head + body;
+  }
+  memcpy(d, f, bytes);
+}
+
 }  // namespace
 
 struct ep_session {
@@ -300,7 +316,7 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
     return s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids), weights,
                                      d + l.in_lost, rows.scales, rows.global_scale});
   const u64 row_bytes = row_payload_bytes(rows.x_dtype, s->geometry.hidden);
-  memcpy(d + l.in_x, rows.x, tokens * row_bytes);
+  hand_over(d + l.in_x, rows.x, tokens * row_bytes);
   if (block_of(rows.x_dtype)) memcpy(d + l.in_x + tokens * row_bytes, rows.scales, tokens * l.scale_bytes);
   memcpy(d + l.in_weights, weights, pairs * 4);
   Command& c = s->header().command[channel];
@@ -371,7 +387,7 @@ int ep_combine_recv(ep_session* s, uint32_t exchange, uint32_t channel, void* ou
   c.exchange = exchange;
   c.out_dtype = out_dtype;
   if (int bad = s->call(channel, kOpCombineRecv, exchange_limit(s))) return bad;
-  memcpy(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  hand_over(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
   return 0;
 }
 
@@ -385,7 +401,7 @@ int ep_combine(ep_session* s, uint32_t exchange, uint32_t channel, void* out, ui
   c.exchange = exchange;
   c.out_dtype = out_dtype;
   if (int bad = s->call(channel, kOpCombine, exchange_limit(s))) return bad;
-  memcpy(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  hand_over(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
   return 0;
 }
 
