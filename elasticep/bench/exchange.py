@@ -265,11 +265,7 @@ def add_row(
             continue
         figures[f"{name} / elasticep"] = [ratio.median, ratio.low, ratio.high]
         goal, at_tokens = goals.get(name, (0.0, 0))
-        mark = (
-            f" {report.verdict(ratio.median, goal, at_least=True)}"
-            if at_tokens == case.tokens
-            else ""
-        )
+        mark = f" {ratio.verdict(goal, at_least=True)}" if at_tokens == case.tokens else ""
         cells.append(f"{ratio}{mark}")
     table.add(*start, *cells)
     return figures

@@ -139,6 +139,12 @@ class Ratio:
         low, high = format(self.low, spec), format(self.high, spec)
         return f"{format(self.median, spec)} [{low}, {high}]"
 
+    def verdict(self, goal: float, *, at_least: bool) -> str:
+        """`met` or `missed` if the whole interval says so, else `undecided`, with the goal."""
+        good = [value >= goal if at_least else value <= goal for value in (self.low, self.high)]
+        word = "met" if all(good) else "undecided" if any(good) else "missed"
+        return f"{word} (goal {'>=' if at_least else '<='} {goal:g})"
+
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Median of above[i] / below[i] over pairs that ran in turn, with a bootstrap interval."""

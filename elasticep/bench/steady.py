@@ -139,7 +139,7 @@ def _command(**options: Any) -> None:
             for one in sets
         ]
         ratio = report.paired_ratio(medians, [1.0] * len(medians))
-        goal = report.verdict(ratio.median, GOAL, at_least=False)
+        goal = ratio.verdict(GOAL, at_least=False)
         table.add(title, f"{len(sets)} x {options['pairs']}", f"{ratio:.4f}", goal)
         result.figures[name] = {
             "ratio": [ratio.median, ratio.low, ratio.high],

@@ -33,6 +33,13 @@ def test_every_preset_is_measured_beside_memcpy(launch: str) -> None:
         assert "memcpy / elasticep" in figures
 
 
+def test_a_batch_that_goes_past_the_caches_is_exact() -> None:
+    # 10 MiB per rank: rows, and what service launch hands over, are streamed.
+    large = Case(ranks=2, tokens=1024, hidden=5120, experts=8, topk=2)
+    result = exchange.run([large], ["ROUTED"], ["service"], [], rounds=1, round_s=0.01)
+    assert result.figures["measured"][0]["why_not"] is None
+
+
 def test_peers_run_in_turn_with_us() -> None:
     names = [name for name in ("gloo", "mpi") if peers.absent(name) is None]
     if not names:

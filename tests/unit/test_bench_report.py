@@ -45,6 +45,15 @@ def test_verdict_knows_both_directions() -> None:
     assert report.verdict(61, 60, at_least=False) == "missed (goal <= 60)"
 
 
+def test_a_ratio_meets_a_goal_with_its_whole_interval() -> None:
+    ratio = report.Ratio(1.01, 0.99, 1.03)
+    assert ratio.verdict(1.05, at_least=False) == "met (goal <= 1.05)"
+    assert ratio.verdict(1.02, at_least=False) == "undecided (goal <= 1.02)"
+    assert ratio.verdict(0.98, at_least=False) == "missed (goal <= 0.98)"
+    assert ratio.verdict(0.98, at_least=True) == "met (goal >= 0.98)"
+    assert ratio.verdict(1.1, at_least=True) == "missed (goal >= 1.1)"
+
+
 def test_report_prints_tables_and_writes_figures(
     tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
