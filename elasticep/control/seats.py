@@ -189,6 +189,10 @@ class Seat:
 
     def note_wait(self, target: int, phase: str, waited_ms: int, now_ms: int) -> None:
         """Take a wait report; `waited_ms` 0 withdraws it."""
+        if self.wait is not None and waited_ms == 0:
+            # Its wait ended, so it moved, though the counter is read only with the next heartbeat.
+            # Others' reports of having waited for it may stand until their nodes look again.
+            self.moved_ms = now_ms
         self.wait = Wait(target, phase, now_ms - waited_ms) if waited_ms > 0 else None
 
     def record(self) -> SaveSeat:
