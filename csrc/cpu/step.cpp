@@ -72,6 +72,13 @@ int Runner::stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds
   u8* bank = own_.data + layout_.banks + epoch % EP_BANKS * layout_.bank_bytes;
   {
     std::lock_guard<std::mutex> guard(views_mutex_);
+    const StagedView& held = views_[epoch % EP_BANKS];
+    if (held.epoch == epoch) {
+      // Said again, as after a restart of the daemon. Its bank may be adopted at any moment, so it is not written twice.
+      if (held.tables.head->digest == tables.head->digest) return 0;
+      return fail(EP_EINVAL, "epoch %llu is staged with digest %016llx and came again with %016llx; an epoch has one view", (unsigned long long)epoch,
+                  (unsigned long long)held.tables.head->digest, (unsigned long long)tables.head->digest);
+    }
     memcpy(bank, image.base, layout_.bank_bytes);
     v.tables = BankTables(layout_, bank);
     views_[epoch % EP_BANKS] = std::move(v);
@@ -300,17 +307,20 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
     in.cells = cells_.data();
     BarrierDecision d;
     if (view_) {
-      if (u64 higher = higher_barrier()) {
-        step_ = higher;
-        cells_posted_ = false;
-        continue;
-      }
       read_cells(step_);
       in.step = step_;
       in.running = snapshot_[0].view;
       in.running.incarnation = snapshot_[0].incarnation;
       for (size_t i = 1; i < snapshot_.size(); ++i) in.staged[in.snapshot++] = snapshot_[i].view;
       d = decide(in);
+      // A later barrier is joined only where this one cannot be decided: a rank that is merely slower than others, in
+      // steps without exchanges, must not skip it.
+      if (d.kind == BarrierDecision::kWait)
+        if (u64 higher = higher_barrier()) {
+          step_ = higher;
+          cells_posted_ = false;
+          continue;
+        }
     } else if (join(in, &d)) {
       continue;  // became a member, or entered a barrier as one
     }

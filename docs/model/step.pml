@@ -120,14 +120,14 @@ barrier:
 wait_barrier:
   atomic {
     if
-    :: higher(p) || higher(r) ->
+    :: (higher(p) || higher(r)) && !(arrived(p) && arrived(r)) ->
        if
        :: higher(p) -> step = (region[me].cell_step[cell(p)] > step -> region[me].cell_step[cell(p)] : region[me].cell_step[other(p)])
        :: else -> step = (region[me].cell_step[cell(r)] > step -> region[me].cell_step[cell(r)] : region[me].cell_step[other(r)])
        fi;
        goto barrier
     :: me == C && (newer(p) || newer(r) || left_behind && left(1)) -> goto done      /* learns that it was expelled */
-    :: !(higher(p) || higher(r)) && arrived(p) && arrived(r) ->
+    :: arrived(p) && arrived(r) ->
        if
 #ifdef EARLY_ADOPT
        :: newer(p) || newer(r) -> epoch = 2

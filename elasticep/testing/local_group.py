@@ -260,6 +260,7 @@ class LocalGroup:
     def _send_stage(self, rank: int, epoch: int, bank: int, peers: list[int]) -> None:
         seat = self._seats[rank]
         assert seat.runner is not None
+        seat.staged.pop(epoch, None)  # when it is said again, the new answer counts
         new = [p for p in peers if p not in seat.sent_peers]
         seat.sent_peers.update(new)
         fds = [

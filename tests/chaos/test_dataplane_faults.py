@@ -175,6 +175,39 @@ def test_i3_left_behind_by_an_adoption() -> None:
             s.close()
 
 
+def test_steps_without_exchanges_are_in_lockstep(scene: Scene) -> None:
+    """Nothing holds ranks together between barriers; a slow one must not skip those of others."""
+    steps = 200
+
+    def run(s: RawSession) -> list[int]:
+        seen = []
+        for _ in range(steps):
+            seen.append(s.begin(0).step)
+            assert s.end()
+        return seen
+
+    assert on_all([e.session for e in scene.engines], run) == [list(range(1, steps + 1))] * RANKS
+
+
+def test_an_epoch_that_is_staged_again_must_be_the_same_view(scene: Scene) -> None:
+    """Its bank may be adopted at any moment: the same view changes nothing, another is refused."""
+    group, sessions = scene.group, [e.session for e in scene.engines]
+    on_all(sessions, lambda s: s.begin(0))  # epoch 1 runs, so epoch 2 waits in its bank
+    group.stage(2, 1, range(RANKS), scene.slots)
+    group.stage(2, 1, range(RANKS), scene.slots)
+    other = scene.slots[:, ::-1].copy()
+    with pytest.raises(
+        RuntimeError, match=r"epoch 2 is staged with digest .* an epoch has one view"
+    ):
+        group.stage(2, 1, range(RANKS), other)
+    assert on_all(sessions, lambda s: s.end()) == [True] * RANKS
+    # Cells of the next barrier already carry epoch 2.
+    assert on_all(sessions, lambda s: s.begin(0).epoch) == [2] * RANKS
+    assert np.array_equal(sessions[0].slots(2), scene.slots)
+    on_all(sessions, empty_exchange)
+    assert on_all(sessions, lambda s: s.end()) == [True] * RANKS
+
+
 def test_an_engine_that_raises_tears_the_step_for_all_at_once(scene: Scene) -> None:
     """By leave cells: nobody waits for the exchange timeout of 5 s."""
     sessions = [e.session for e in scene.engines]

@@ -49,9 +49,11 @@ def test_auto_prefills_when_any_rank_has_prompt_tokens() -> None:
             assert isinstance(exchange, AutoExchange)
             with pytest.raises(UsageError, match="outside a step"):
                 exchange.current  # noqa: B018
-            x = torch.randn(tokens, HIDDEN)
-            ids = torch.randint(0, EXPERTS, (tokens, TOPK))
-            weights = torch.rand(tokens, TOPK)
+            draw = torch.Generator().manual_seed(10 * tokens + session.rank)
+            x = torch.randn(tokens, HIDDEN, generator=draw)
+            # Each expert once in a token: the masked room of decoding is made for that.
+            ids = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :TOPK].contiguous()
+            weights = torch.rand(tokens, TOPK, generator=draw)
             with session.step(tokens, prompt=prompt) as step:
                 got = exchange.dispatch(0, x, ids, weights)
                 layouts[step.prompt].add(exchange.current.spec.layout)
