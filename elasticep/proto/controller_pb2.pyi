@@ -143,7 +143,7 @@ class NodeHeartbeat(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProgress]:
-        """every seat whose engine is attached"""
+        """seats whose engine is attached, or that stage a view"""
 
     def __init__(
         self,
@@ -169,11 +169,20 @@ class RankProgress(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     WARMUP_FIELD_NUMBER: _builtins.int
+    STAGING_EPOCH_FIELD_NUMBER: _builtins.int
+    STAGING_DONE_BYTES_FIELD_NUMBER: _builtins.int
+    STAGING_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.int
     progress: _builtins.int
     warmup: _builtins.bool
+    staging_epoch: _builtins.int
+    """The view being staged, and how far its weights are. While `done` grows the rank is not late,
+    however long it takes. 0: nothing is being staged.
+    """
+    staging_done_bytes: _builtins.int
+    staging_total_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -182,10 +191,13 @@ class RankProgress(_message.Message):
         incarnation: _builtins.int = ...,
         progress: _builtins.int = ...,
         warmup: _builtins.bool = ...,
+        staging_epoch: _builtins.int = ...,
+        staging_done_bytes: _builtins.int = ...,
+        staging_total_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation", "progress", b"progress", "rank", b"rank", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "incarnation", b"incarnation", "progress", b"progress", "rank", b"rank", "staging_done_bytes", b"staging_done_bytes", "staging_epoch", b"staging_epoch", "staging_total_bytes", b"staging_total_bytes", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -204,11 +216,18 @@ class Staged(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    UNRESTORABLE_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
     incarnation: _builtins.int
     error: _builtins.str
+    @_builtins.property
+    def unrestorable(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertRef]:
+        """With an error: experts whose weights no peer, backup or checkpoint can supply. The next view
+        names them as lost. Empty: the rank itself could not stage. At most 65536.
+        """
+
     def __init__(
         self,
         *,
@@ -217,14 +236,37 @@ class Staged(_message.Message):
         rank: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         error: _builtins.str = ...,
+        unrestorable: _abc.Iterable[Global___ExpertRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "group", b"group", "incarnation", b"incarnation", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "group", b"group", "incarnation", b"incarnation", "rank", b"rank", "unrestorable", b"unrestorable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Staged: _TypeAlias = Staged  # noqa: Y015
+
+@_typing.final
+class ExpertRef(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    expert: _builtins.int
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        expert: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert", b"expert", "layer", b"layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertRef: _TypeAlias = ExpertRef  # noqa: Y015
 
 @_typing.final
 class Adopted(_message.Message):
