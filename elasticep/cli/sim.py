@@ -4,7 +4,9 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import click
@@ -13,6 +15,7 @@ from elasticep.sim import Plant, Result, Scenario, run_many
 from elasticep.sim.run import short, shrink
 
 _DAY_S: Final = 86_400.0
+_PROGRESS_S: Final = 20.0  # between lines of progress that go to a file
 _QUIET_S: Final = 3_600.0  # mean time between episodes of faults
 
 
@@ -104,15 +107,16 @@ def command(
     shapes = ranks is None and nodes is None and only is None
     done: list[Result] = []
     text = output == "text"
-    progress = text and sys.stderr.isatty()
+    progress = _Progress() if text else None
     for result in run_many(_scenarios(first, schedules, days, shapes)):
-        done.append(result)
-        if progress:
-            click.echo(f"\r{_sum(done)}", nl=False, err=True)
+        # Traces are kept of those that are looked at again; a year has many.
+        done.append(result if result.violations else replace(result, log=()))
+        if progress is not None:
+            progress.show(done)
         if result.violations:
             break
-    if progress:
-        click.echo("", err=True)
+    if progress is not None:
+        progress.end()
     broken = done[-1] if done and done[-1].violations else None
     smallest = shrink(broken.scenario) if broken is not None else None
     if not text:
@@ -122,6 +126,28 @@ def command(
         if smallest is not None:
             click.echo(_story(smallest))
     sys.exit(1 if broken is not None else 0)
+
+
+class _Progress:
+    """How far a long run is, on stderr: a line that changes on a terminal, else one now and then."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._next_s = time.monotonic() + (0.0 if self._terminal else _PROGRESS_S)
+
+    def show(self, done: list[Result]) -> None:
+        """Another schedule is done."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + (0.2 if self._terminal else _PROGRESS_S)
+        line = f"\r{_sum(done)}" if self._terminal else _sum(done)
+        click.echo(line, nl=not self._terminal, err=True)
+
+    def end(self) -> None:
+        """The sum follows."""
+        if self._terminal:
+            click.echo("", err=True)
 
 
 def _sum(done: list[Result]) -> str:
