@@ -5,19 +5,22 @@ and shares the weights: any expert can be computed in any slot.
 """
 
 import os
+import select
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from elasticep.client import Session, Step, attach
 from elasticep.demo.batch import Batch, Feed
 from elasticep.demo.model import Decoder
 from elasticep.demo.settings import EXCHANGE, ModelSizes
-from elasticep.demo.wire import Pipe, assignment_from
+from elasticep.demo.wire import Message, Pipe, assignment_from
 from elasticep.engines.transformers import MoELayers, replace_moe_blocks
 from elasticep.errors import ElasticEPError, Fenced
 from elasticep.group import GroupConfig
+
+_KILL_WITHIN_S: Final = 3.0  # below `hang_timeout`: a parent that is gone must not look like a hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class EngineSettings:
         attach_timeout_s: how long the cluster may take to come up.
         tell_at: first step whose begin is told to the parent, who kills something then: in the
             middle of a step, where it hurts.
+        wait_for_kill: this rank is the one that dies, and stays inside that step until it does;
+            the step could otherwise be over before the parent has read of it.
     """
 
     rank: int
@@ -44,6 +49,7 @@ class EngineSettings:
     length: int
     attach_timeout_s: float
     tell_at: int | None = None
+    wait_for_kill: bool = False
 
 
 def run_engine(settings: EngineSettings, model: Any, pipe: Pipe) -> int:
@@ -83,6 +89,8 @@ class _Engine:
         self._batch = Batch(settings.rows)
         self._stop_at: int | None = None
         self._tell_at = settings.tell_at
+        self._wait_for_kill = settings.wait_for_kill
+        self._unread: list[Message] = []
         self._epoch = 0
         self._begun_ns = 0
 
@@ -117,7 +125,8 @@ class _Engine:
             )
 
     def _take_orders(self) -> None:
-        for message in self._pipe.receive():
+        messages, self._unread = [*self._unread, *self._pipe.receive()], []
+        for message in messages:
             if message["kind"] == "assign":
                 self._batch.add(assignment_from(message))
             elif message["kind"] == "stop":
@@ -136,6 +145,8 @@ class _Engine:
         if self._tell_at is not None and step.number >= self._tell_at:
             self._tell_at = None
             self._pipe.send("inside", step=step.number)
+            if self._wait_for_kill:
+                self._until_killed()
         if not feed.count:
             with torch.inference_mode():
                 self._layers.idle()
@@ -144,6 +155,15 @@ class _Engine:
         logits = self._decoder.step(feed.tokens, feed.positions)
         best: list[int] = logits.argmax(-1).tolist()
         return step, best
+
+    def _until_killed(self) -> None:
+        """Stay here until the parent says that the worker is dead, or kills this process."""
+        deadline = time.monotonic() + _KILL_WITHIN_S
+        while self._pipe.open and not any(m["kind"] == "killed" for m in self._unread):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._pipe], [], [], left)[0]:
+                return
+            self._unread.extend(self._pipe.receive())
 
     def _tell_torn(self, step: Step) -> None:
         self._pipe.send("torn", step=step.number, epoch=step.epoch, at_ns=time.monotonic_ns())

@@ -294,6 +294,7 @@ class Demo:
                 os.kill(engine.pid, signal.SIGKILL)
             case Kill.WORKER:
                 os.kill(engine.worker_pid, signal.SIGKILL)
+                engine.pipe.send("killed")
             case _:
                 self._cluster.kill(self._killed_unit)
         self._watch = KillWatch(at_ns, survivors, after_epoch)
