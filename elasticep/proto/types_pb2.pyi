@@ -213,6 +213,104 @@ class Timeouts(_message.Message):
 Global___Timeouts: _TypeAlias = Timeouts  # noqa: Y015
 
 @_typing.final
+class WeightTensor(_message.Message):
+    """One tensor of an expert. `dtype` is a name of elasticep.weights.WeightDtype."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightTensor: _TypeAlias = WeightTensor  # noqa: Y015
+
+@_typing.final
+class WeightSpec(_message.Message):
+    """All tensors of an expert, the same in every layer. Their order counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]: ...
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSpec: _TypeAlias = WeightSpec  # noqa: Y015
+
+@_typing.final
+class RebalancePolicy(_message.Message):
+    """See elasticep/balance.py; a message that is set has all its fields set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTOMATIC_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    MIN_GAIN_FIELD_NUMBER: _builtins.int
+    MIN_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    SETTLE_MS_FIELD_NUMBER: _builtins.int
+    STUCK_MS_FIELD_NUMBER: _builtins.int
+    WINDOW_MS_FIELD_NUMBER: _builtins.int
+    MAX_MOVES_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    automatic: _builtins.bool
+    target: _builtins.float
+    min_gain: _builtins.float
+    min_interval_ms: _builtins.int
+    settle_ms: _builtins.int
+    stuck_ms: _builtins.int
+    window_ms: _builtins.int
+    max_moves: _builtins.int
+    max_bytes: _builtins.int
+    groups: _builtins.int
+    def __init__(
+        self,
+        *,
+        automatic: _builtins.bool = ...,
+        target: _builtins.float = ...,
+        min_gain: _builtins.float = ...,
+        min_interval_ms: _builtins.int = ...,
+        settle_ms: _builtins.int = ...,
+        stuck_ms: _builtins.int = ...,
+        window_ms: _builtins.int = ...,
+        max_moves: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+        groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["automatic", b"automatic", "groups", b"groups", "max_bytes", b"max_bytes", "max_moves", b"max_moves", "min_gain", b"min_gain", "min_interval_ms", b"min_interval_ms", "settle_ms", b"settle_ms", "stuck_ms", b"stuck_ms", "target", b"target", "window_ms", b"window_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePolicy: _TypeAlias = RebalancePolicy  # noqa: Y015
+
+@_typing.final
 class GroupConfig(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -228,6 +326,9 @@ class GroupConfig(_message.Message):
     FLAP_LIMIT_FIELD_NUMBER: _builtins.int
     MANUAL_READMISSION_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    STAGING_SLOTS_FIELD_NUMBER: _builtins.int
+    REBALANCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     lost_experts: Global___LostExpertsPolicy.ValueType
     launch: Global___Launch.ValueType
@@ -242,12 +343,22 @@ class GroupConfig(_message.Message):
     manual_readmission: _builtins.bool
     """every rank that was expelled waits for an operator"""
     completion: Global___Completion.ValueType
+    staging_slots: _builtins.int
+    """slots per rank and layer that plans leave empty"""
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
     def exchanges(self) -> _containers.RepeatedCompositeFieldContainer[Global___Exchange]: ...
     @_builtins.property
     def timeouts(self) -> Global___Timeouts: ...
+    @_builtins.property
+    def rebalance(self) -> Global___RebalancePolicy:
+        """not set: the defaults"""
+
+    @_builtins.property
+    def weights(self) -> Global___WeightSpec:
+        """not set: engines keep their own expert weights"""
+
     def __init__(
         self,
         *,
@@ -263,10 +374,13 @@ class GroupConfig(_message.Message):
         flap_limit: _builtins.int | None = ...,
         manual_readmission: _builtins.bool = ...,
         completion: Global___Completion.ValueType = ...,
+        staging_slots: _builtins.int = ...,
+        rebalance: Global___RebalancePolicy | None = ...,
+        weights: Global___WeightSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "flap_limit", b"flap_limit", "geometry", b"geometry", "timeouts", b"timeouts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "flap_limit", b"flap_limit", "geometry", b"geometry", "rebalance", b"rebalance", "timeouts", b"timeouts", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "completion", b"completion", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "spare_copies", b"spare_copies", "timeouts", b"timeouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "completion", b"completion", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "rebalance", b"rebalance", "spare_copies", b"spare_copies", "staging_slots", b"staging_slots", "timeouts", b"timeouts", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
     _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015
