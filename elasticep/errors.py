@@ -20,6 +20,10 @@
     ├── StepTimeout            a barrier or exchange did not end within its deadline
     ├── StepTorn               this step does not count; its `with` block takes this error in
     ├── UsageError             calls in an order that is not allowed
+    ├── WeightsError           expert weights that cannot be used
+    │   ├── CheckpointError    a checkpoint that is broken, or lacks what the group needs
+    │   ├── ChecksumMismatch   bytes are not those that their label or source promised
+    │   └── SlotInvalid        a slot does not hold the expert that the view says
     └── PlacementError         no placement satisfies the request
         └── ExpertsLost        no member holds these experts
 
@@ -163,6 +167,30 @@ class UsageError(ElasticEPError):
     """Calls in an order that is not allowed."""
 
     reason = "USAGE"
+
+
+class WeightsError(ElasticEPError):
+    """Expert weights that cannot be used."""
+
+    reason = "WEIGHTS_INVALID"
+
+
+class CheckpointError(WeightsError):
+    """A checkpoint that is broken, or lacks what the group needs."""
+
+    reason = "CHECKPOINT_INVALID"
+
+
+class ChecksumMismatch(WeightsError):
+    """Bytes are not those that their label or their source promised."""
+
+    reason = "CHECKSUM_MISMATCH"
+
+
+class SlotInvalid(WeightsError):
+    """A slot does not hold the expert that the view says, or its bytes are not whole yet."""
+
+    reason = "SLOT_INVALID"
 
 
 class PlacementError(ElasticEPError):
