@@ -114,6 +114,9 @@ EP_API int ep_header_grant(ep_header_map* header, uint32_t inc);
 /* `dead` of `rank` := max(old, inc), and every waiter of this header wakes. */
 EP_API int ep_header_mark_dead(ep_header_map* header, uint32_t rank, uint32_t inc);
 /* `fenced` := max(old, inc). epoch and text tell the engine why. */
+/* What the runner does about tokens that need an expert without a live copy; may change at any time. */
+enum { EP_POLICY_SERVE = 1, EP_POLICY_RENORMALISE = 2 };
+EP_API int ep_header_policy(ep_header_map* header, uint32_t policy);
 EP_API int ep_header_fence(ep_header_map* header, uint32_t inc, uint64_t epoch, const char* text);
 /* Fault injection: the runner of this header stops or kills itself at the `after`-th pass of a site from now.
  * site 0 disarms. Only daemons whose config allows it, and tests, call this. */

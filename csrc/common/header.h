@@ -55,6 +55,7 @@ struct Header {
   ep_timeouts timeouts;
   Atomic<u32> incarnation;  // the present one; set by the daemon
   Atomic<u32> warmup;
+  Atomic<u32> policy;       // EP_POLICY_*: what is done about lost experts now; the daemon's
 
   RobustLock runner, engine;
 

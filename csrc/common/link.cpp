@@ -147,7 +147,7 @@ int Link::open(const std::string& path, uint32_t role, const std::string& ticket
 void Link::start(Handler handler, std::vector<int> own_fds) {
   handler_ = std::move(handler);
   own_fds_ = std::move(own_fds);
-  stop_event_ = eventfd(0, EFD_CLOEXEC);
+  stop_event_ = eventfd(0, EFD_CLOEXEC);  // -1: none is left; then the loop looks at `stop_` now and then
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -193,11 +193,11 @@ void Link::loop() {
     int fd = fd_.load();
     if (fd < 0) {
       if (reconnect()) continue;
-      pollfd p{stop_event_, POLLIN, 0};
+      pollfd p{stop_event_, POLLIN, 0};  // one that is -1 is passed over
       poll(&p, 1, 50);
       continue;
     }
-    if (!readable(fd, stop_event_, -1)) continue;
+    if (!readable(fd, stop_event_, stop_event_ < 0 ? 50 : -1)) continue;
     Received message;
     if (!receive(fd, &message)) {
       std::lock_guard<std::mutex> guard(send_mutex_);

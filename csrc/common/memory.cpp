@@ -118,6 +118,7 @@ int ep_header_format(int header_fd, const ep_geometry* geometry, uint32_t rank, 
   h->rank = rank;
   h->digest = layout.digest;
   h->timeouts = *timeouts;
+  h->policy.store(geometry->serve_lost ? EP_POLICY_SERVE : 0);
   h->magic = kHeaderMagic;
   return 0;
 }
@@ -217,6 +218,12 @@ int ep_header_failpoint(ep_header_map* map, uint32_t site, uint32_t action, uint
 }
 
 uint32_t ep_header_failpoint_hits(ep_header_map* map) { return map->header->failpoint.hits.load(); }
+
+int ep_header_policy(ep_header_map* map, uint32_t policy) {
+  if (policy > (EP_POLICY_SERVE | EP_POLICY_RENORMALISE)) return fail(EP_EINVAL, "policy %u is not known", policy);
+  map->header->policy.store(policy);
+  return 0;
+}
 
 int ep_header_fence(ep_header_map* map, uint32_t inc, uint64_t epoch, const char* text) {
   fence(*map->header, inc, epoch, text);

@@ -79,6 +79,7 @@ struct ep_watcher {
   // Looks at one word; returns the value to sleep on.
   u32 look(Watch& w) {
     RobustLock& lock = w.lock();
+    u32 present = w.header->incarnation.load();
     u32 word = lock.word.load();
     for (;;) {
       if (word == 0) {
@@ -90,9 +91,19 @@ struct ep_watcher {
       }
       if (word & FUTEX_OWNER_DIED) {
         if (w.seen != word || w.held) {
-          w.held = false;
           u32 inc = lock.inc.load(), pid = lock.pid.load();
-          if (!inc) inc = w.header->incarnation.load();
+          if (!inc) {
+            // It died before it wrote its number. A grant in between clears the word before it raises the incarnation: what
+            // was read is of `present` only if that still stands, and the next one must not be taken for dead.
+            const u32 after = w.header->incarnation.load();
+            if (after != present) {
+              present = after;
+              word = lock.word.load();
+              continue;
+            }
+            inc = present;
+          }
+          w.held = false;
           died(w, inc);
           emit(w, EP_EVENT_DIED, pid, inc);
         }

@@ -34,6 +34,19 @@ void Runner::prepare() {
   }
 }
 
+// The weights of a token's lost experts go to those that are left, in proportion.
+static void renormalise(const int32_t* ids, const Route* routes, float* weights, u32 k) {
+  float all = 0, left = 0;
+  for (u32 i = 0; i < k; ++i) {
+    if (ids[i] < 0) continue;
+    all += weights[i];
+    if (routes[i].rank >= 0) left += weights[i];
+  }
+  if (left == 0) return;
+  for (u32 i = 0; i < k; ++i)
+    if (routes[i].rank >= 0) weights[i] *= all / left;
+}
+
 // Step 1: logical experts to copies, by the bank of this step's view.
 int Runner::route(const Dispatch& d, Flight& f) {
   const u64 pairs = u64(d.tokens) * g_.topk;
@@ -41,6 +54,7 @@ int Runner::route(const Dispatch& d, Flight& f) {
     if (d.ids[i] < -1 || d.ids[i] >= int32_t(g_.experts))
       return fail(EP_EINVAL, "token %llu names expert %d; ids must be -1 (none) or 0..%u", (unsigned long long)(i / g_.topk), d.ids[i], g_.experts - 1);
   std::copy_n(d.weights, pairs, f.weights.begin());
+  const u32 policy = own_.header->policy.load(std::memory_order_relaxed);
   std::fill_n(f.owed.begin(), u64(d.tokens) * 2, 0);
   // With replicated input every rank routes every token: all must choose alike, and each pair counts once.
   const bool replicated = g_.exchange[d.exchange].replicated;
@@ -56,9 +70,10 @@ int Runner::route(const Dispatch& d, Flight& f) {
     for (u32 k = 0; k < g_.topk; ++k) {
       const u64 i = u64(t) * g_.topk + k;
       f.routes[i] = {-1, -1};
-      if (d.ids[i] < 0) continue;
-      const Replica* r = choose_replica(view_->tables, g_, d.layer, u32(d.ids[i]), point);
-      load[d.ids[i]] += !replicated || me_ == (r ? r->rank : first);
+      const u32 id = u32(d.ids[i]);  // in memory of the engine: it is looked at again
+      if (id >= g_.experts) continue;
+      const Replica* r = choose_replica(view_->tables, g_, d.layer, id, point);
+      load[id] += !replicated || me_ == (r ? r->rank : first);
       if (!r) {
         lost = 1;
         continue;
@@ -67,7 +82,8 @@ int Runner::route(const Dispatch& d, Flight& f) {
       f.owed[u64(t) * 2 + r->rank / 64] |= 1ull << (r->rank % 64);
     }
     if (d.lost) d.lost[t] = lost;
-    if (lost && !g_.serve_lost) return fail(EP_ELOST, "token %u needs an expert of layer %u that no member holds", t, d.layer);
+    if (lost && policy & EP_POLICY_RENORMALISE) renormalise(d.ids + u64(t) * g_.topk, f.routes.data() + u64(t) * g_.topk, f.weights.data() + u64(t) * g_.topk, g_.topk);
+    if (lost && !(policy & EP_POLICY_SERVE)) return fail(EP_ELOST, "token %u needs an expert of layer %u that no member holds", t, d.layer);
   }
   return 0;
 }

@@ -113,7 +113,7 @@ class Runner {
   void adopt(const BarrierDecision& d);
   void fill_info(ep_step_info* out) const;
   void agree(const BarrierDecision& d, ep_step_info* out);
-  u64 least_done(u64 epoch) const;
+  u64 least_done(u64 epoch);
   int expelled(const BarrierDecision& d);
 
   int wait_flags(const Wait& wait);

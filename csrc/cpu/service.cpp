@@ -24,7 +24,28 @@ u64 orphan_after_ms() {
   return value ? value : kOrphanAfterMs;
 }
 
-int execute(Runner& r, u32 channel, Command& c) {
+// What the engine wrote, read once: it may be anything, and may change while the command runs.
+struct Arguments {
+  u32 op, exchange, layer, tokens, x_dtype, out_dtype, timeout_ms, sequence;
+  float global_scale;
+  explicit Arguments(const volatile Command& c)
+      : op(c.op), exchange(c.exchange), layer(c.layer), tokens(c.tokens), x_dtype(c.x_dtype), out_dtype(c.out_dtype), timeout_ms(c.timeout_ms), sequence(c.sequence), global_scale(c.global_scale) {}
+};
+
+// The runner looks at layer, tokens and the order of calls itself.
+int check(const ep_geometry& g, u32 channel, const Arguments& a) {
+  if (a.op < kOpDispatchSend || a.op > kOpCombine) return 0;
+  if (a.exchange >= g.exchanges || channel >= g.exchange[a.exchange].channels)
+    return fail(EP_EINVAL, "exchange %u channel %u does not exist; the group has %u exchanges", a.exchange, channel, g.exchanges);
+  const bool sends = a.op == kOpDispatchSend || a.op == kOpDispatch, sums = a.op == kOpCombineRecv || a.op == kOpCombine;
+  if (sends && a.x_dtype > EP_BF16 && a.x_dtype != g.exchange[a.exchange].dispatch_dtype) return fail(EP_EINVAL, "rows of dtype %u do not fit exchange %u", a.x_dtype, a.exchange);
+  if (sums && a.out_dtype > EP_BF16) return fail(EP_EINVAL, "results of dtype %u; it must be fp32 (0), fp16 (1) or bf16 (2)", a.out_dtype);
+  return 0;
+}
+
+int execute(Runner& r, u32 channel, Command& command) {
+  const Arguments c(command);
+  if (int bad = check(r.geometry(), channel, c)) return bad;
   const auto& l = r.layout().channel[c.exchange < EP_MAX_EXCHANGES ? c.exchange : 0][channel];
   u8* data = r.data();
   auto send = [&] {
@@ -33,15 +54,16 @@ int execute(Runner& r, u32 channel, Command& c) {
     return r.dispatch_send({c.exchange, channel, c.layer, c.tokens, c.sequence, c.x_dtype, data + l.in_x,
                             reinterpret_cast<int32_t*>(data + l.in_ids), reinterpret_cast<float*>(data + l.in_weights), data + l.in_lost, scales, c.global_scale});
   };
+  auto receive = [&] { return r.dispatch_recv(c.exchange, channel, &command.arrived, command.source_tokens); };
   switch (c.op) {
     case kOpBarrier: return r.barrier(c.tokens, u64(c.timeout_ms) * 1'000'000, &r.header().step_info);
-    case kOpStepEnd: return r.end_step(&c.complete);
+    case kOpStepEnd: return r.end_step(&command.complete);
     case kOpTear: r.tear("the engine tore it"); return 0;
     case kOpDispatchSend: return send();
-    case kOpDispatchRecv: return r.dispatch_recv(c.exchange, channel, &c.arrived, c.source_tokens);
+    case kOpDispatchRecv: return receive();
     case kOpDispatch: {
       int status = send();
-      return status ? status : r.dispatch_recv(c.exchange, channel, &c.arrived, c.source_tokens);
+      return status ? status : receive();
     }
     case kOpCombineSend: return r.combine_send(c.exchange, channel);
     case kOpCombineRecv: return r.combine_recv(c.exchange, channel, data + l.out, c.out_dtype);

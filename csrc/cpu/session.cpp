@@ -202,6 +202,7 @@ int ep_session_geometry(ep_session* s, ep_geometry* out) {
 }
 
 int ep_session_status(ep_session* s, ep_status* out) {
+  if (int bad = s->check_fork()) return bad;
   snapshot(s->header(), out);
   out->incarnation = s->link.incarnation;  // the header's may be a successor's
   return 0;
@@ -215,11 +216,13 @@ int ep_session_fenced(ep_session* s, uint64_t* epoch, char* text, uint64_t text_
 }
 
 int ep_session_warmup(ep_session* s, uint32_t on) {
+  if (int bad = s->check_fork()) return bad;
   s->header().warmup.store(on ? 1 : 0);
   return 0;
 }
 
 int ep_session_slots(ep_session* s, uint64_t epoch, int32_t* slot_expert) {
+  if (int bad = s->check_fork()) return bad;
   BankTables tables(s->layout, s->data() + s->layout.banks + epoch % EP_BANKS * s->layout.bank_bytes);
   if (epoch == 0 || tables.head->epoch != epoch)
     return fail(EP_EINVAL, "the tables of epoch %llu are gone; only the running and staged views are kept", (unsigned long long)epoch);
@@ -228,6 +231,7 @@ int ep_session_slots(ep_session* s, uint64_t epoch, int32_t* slot_expert) {
 }
 
 int ep_session_loads(ep_session* s, uint64_t* loads) {
+  if (int bad = s->check_fork()) return bad;
   auto from = reinterpret_cast<const std::atomic<u64>*>(s->data() + s->layout.loads);
   for (u64 i = 0; i < u64(s->geometry.layers) * s->geometry.experts; ++i) loads[i] = from[i].load(std::memory_order_relaxed);
   return 0;

@@ -234,7 +234,8 @@ void Runner::fill_info(ep_step_info* out) const {
 }
 
 // The least number of works complete on those whose cells count: members of `epoch` that wrote one for this barrier.
-u64 Runner::least_done(u64 epoch) const {
+u64 Runner::least_done(u64 epoch) {
+  std::lock_guard<std::mutex> guard(views_mutex_);
   const u32* members = views_[epoch % EP_BANKS].tables.head->incarnation;
   u64 least = ~0ull;
   for (u32 r = 0; r < g_.max_ranks; ++r) {

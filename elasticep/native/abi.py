@@ -134,6 +134,7 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_header_status": (c_int, (c_void_p, POINTER(Status))),
     "ep_header_grant": (c_int, (c_void_p, c_uint32)),
     "ep_header_mark_dead": (c_int, (c_void_p, c_uint32, c_uint32)),
+    "ep_header_policy": (c_int, (c_void_p, c_uint32)),
     "ep_header_fence": (c_int, (c_void_p, c_uint32, c_uint64, c_char_p)),
     "ep_header_failpoint": (c_int, (c_void_p, c_uint32, c_uint32, c_uint32)),
     "ep_header_failpoint_hits": (c_uint32, (c_void_p,)),

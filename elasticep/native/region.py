@@ -129,6 +129,13 @@ class Header:
         """Raise the dead word of a rank; everyone who waits on this header looks again."""
         abi.check(abi.api().ep_header_mark_dead(self._mapped(), rank, incarnation), "")
 
+    def set_policy(self, *, serve: bool, renormalise: bool) -> None:
+        """Say what the runner does about tokens that need a lost expert: raise, or flag them; and
+        whether the weights of what is left of such a token grow to make up for it.
+        """
+        flags = 1 * serve + 2 * renormalise
+        abi.check(abi.api().ep_header_policy(self._mapped(), flags), "")
+
     def fence(self, incarnation: int, epoch: int, text: str) -> None:
         """Expel this header's own incarnation; its engine reads epoch and text."""
         abi.check(abi.api().ep_header_fence(self._mapped(), incarnation, epoch, cut_text(text)), "")
