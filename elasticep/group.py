@@ -13,17 +13,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
+from elasticep.balance import RebalancePolicy
 from elasticep.config import refuse_unknown
 from elasticep.errors import ConfigError, GroupMismatch
 from elasticep.geometry import GroupGeometry
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
+from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
 
 MAX_EXCHANGES = 8
 MAX_TIMEOUT_MS = 3_600_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
-_OPTIONAL_FIELDS = ("min_ranks", "spare_copies", "flap_limit", "manual_readmission")
+_OPTIONAL_FIELDS = (
+    "min_ranks",
+    "spare_copies",
+    "flap_limit",
+    "manual_readmission",
+    "staging_slots",
+)
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
@@ -102,6 +110,11 @@ class GroupConfig:
         spare_copies: copies of an expert beyond its first, where slots allow.
         flap_limit: a rank that dies this often in ten minutes waits for an operator; 0: never.
         manual_readmission: every rank that was expelled waits for an operator.
+        staging_slots: slots per rank and layer that plans leave empty, so that moves have a place
+            to pass through.
+        rebalance: when and how far experts are moved in the background.
+        weights: the tensors of an expert, if the daemons keep the expert weights; None: engines
+            keep their own.
     """
 
     name: str
@@ -116,6 +129,9 @@ class GroupConfig:
     spare_copies: int = 1
     flap_limit: int = 3
     manual_readmission: bool = False
+    staging_slots: int = 0
+    rebalance: RebalancePolicy = field(default_factory=RebalancePolicy)
+    weights: WeightSpec | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -143,13 +159,32 @@ class GroupConfig:
         self._check_range("flap_limit", 0, 1_000, "deaths in ten minutes, 0 for no limit")
         if not isinstance(self.manual_readmission, bool):
             raise ConfigError(f"group {self.name!r}: manual_readmission must be true or false")
-        slots = self.initial_ranks * self.geometry.slots_per_rank
+        self.arena_layout()
+        most_staging = self.geometry.slots_per_rank - 1
+        self._check_range("staging_slots", 0, most_staging, "geometry.slots_per_rank - 1")
+        usable = self.geometry.slots_per_rank - self.staging_slots
+        slots = self.initial_ranks * usable
         if slots < self.geometry.experts:
             raise ConfigError(
                 f"group {self.name!r}: {self.initial_ranks} initial ranks with "
-                f"{self.geometry.slots_per_rank} slots each hold {slots} experts of "
+                f"{usable} slots each hold {slots} experts of "
                 f"{self.geometry.experts}; raise initial_ranks or geometry.slots_per_rank"
             )
+        if self.geometry.experts % self.rebalance.groups:
+            raise ConfigError(
+                f"group {self.name!r}: {self.geometry.experts} experts do not divide into "
+                f"{self.rebalance.groups} groups; change rebalance.groups"
+            )
+
+    def arena_layout(self) -> ArenaLayout | None:
+        """How a rank's expert weights lie in memory; None if engines keep their own.
+
+        Raises:
+            ConfigError: larger than any arena may be.
+        """
+        if self.weights is None:
+            return None
+        return ArenaLayout(self.geometry.layers, self.geometry.slots_per_rank, self.weights)
 
     def _check_range(self, name: str, low: int, high: int, limit: str) -> None:
         value = getattr(self, name)
@@ -162,6 +197,7 @@ class GroupConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `from_toml_dict` reads; plain values only."""
+        weights = {} if self.weights is None else {"weights": self.weights.to_dict()}
         return {
             "name": self.name,
             "initial_ranks": self.initial_ranks,
@@ -169,12 +205,15 @@ class GroupConfig:
             "spare_copies": self.spare_copies,
             "flap_limit": self.flap_limit,
             "manual_readmission": self.manual_readmission,
+            "staging_slots": self.staging_slots,
+            "rebalance": self.rebalance.to_dict(),
             "lost_experts": self.lost_experts.value,
             "launch": self.launch.value,
             "completion": self.completion.value,
             "geometry": {name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS},
             "timeouts": {f.name: getattr(self.timeouts, f.name) for f in fields(self.timeouts)},
             "exchanges": {name: spec.to_dict() for name, spec in self.exchanges},
+            **weights,
         }
 
     @classmethod
@@ -182,9 +221,9 @@ class GroupConfig:
         """Read a group file.
 
         Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `flap_limit`,
-        `manual_readmission`, `lost_experts`, `launch`, `completion` and the tables `[geometry]`,
-        `[timeouts]` and `[exchanges.NAME]` (in the order of the file).
-        Unknown keys raise `ConfigError` with the nearest known one.
+        `manual_readmission`, `staging_slots`, `lost_experts`, `launch`, `completion` and the tables
+        `[geometry]`, `[timeouts]`, `[rebalance]`, `[exchanges.NAME]` and `[weights.NAME]` (the last
+        two in the order of the file). Unknown keys raise `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
         geometry = _table(data, "geometry")
@@ -198,6 +237,7 @@ class GroupConfig:
         missing = [name for name in _GEOMETRY_FIELDS if not _is_int(geometry.get(name))]
         if missing:
             raise ConfigError(f"[geometry] needs whole numbers for {', '.join(missing)}")
+        rebalance = RebalancePolicy.from_dict(_table(data, "rebalance", optional=True))
         rest: dict[str, Any] = {name: data[name] for name in _OPTIONAL_FIELDS if name in data}
         return cls(
             name=data["name"],
@@ -208,12 +248,16 @@ class GroupConfig:
             lost_experts=_choice(LostExperts, "lost_experts", data),
             launch=_choice(Launch, "launch", data),
             completion=_choice(Completion, "completion", data),
+            rebalance=rebalance,
+            weights=WeightSpec.from_dict(_table(data, "weights")) if "weights" in data else None,
             **rest,
         )
 
     def canonical_json(self) -> str:
-        """One text per config: sorted keys, exchanges as a list, because their order counts."""
+        """One text per config: sorted keys; lists where the order counts."""
         plain = self.to_dict()
+        if self.weights is not None:
+            plain["weights"] = [[name, tensor] for name, tensor in plain["weights"].items()]
         plain["exchanges"] = [[name, spec.to_dict()] for name, spec in self.exchanges]
         return _canonical(plain)
 
@@ -225,7 +269,7 @@ class GroupConfig:
         """Raise `GroupMismatch` naming the fields in which `other` differs from this config."""
         differences = list(_differences("", self.to_dict(), other.to_dict()))
         if not differences and self.digest() != other.digest():
-            differences = ["the order of the exchanges"]
+            differences = ["the order of the exchanges, or of the tensors in weights"]
         if differences:
             raise GroupMismatch(
                 f"group {self.name!r} exists with another config: {'; '.join(differences[:8])}; "
@@ -256,6 +300,9 @@ class GroupConfig:
             spare_copies=self.spare_copies,
             flap_limit=self.flap_limit,
             manual_readmission=self.manual_readmission,
+            staging_slots=self.staging_slots,
+            rebalance=self.rebalance.to_proto(),
+            weights=_weights_to_proto(self.weights),
         )
 
     @classmethod
@@ -290,6 +337,11 @@ class GroupConfig:
             spare_copies=message.spare_copies,
             flap_limit=message.flap_limit if message.HasField("flap_limit") else 3,
             manual_readmission=message.manual_readmission,
+            staging_slots=message.staging_slots,
+            rebalance=RebalancePolicy.from_proto(message.rebalance)
+            if message.HasField("rebalance")
+            else RebalancePolicy(),
+            weights=_weights_from_proto(message.weights) if message.HasField("weights") else None,
         )
 
 
@@ -314,6 +366,23 @@ def _from_proto(table: Mapping[_E, int], name: str, number: int) -> _E:
         if known == number:
             return member
     raise ConfigError(f"{name} has the number {number}, which this version does not know")
+
+
+def _weights_to_proto(weights: WeightSpec | None) -> types_pb2.WeightSpec | None:
+    if weights is None:
+        return None
+    return types_pb2.WeightSpec(
+        tensors=[
+            types_pb2.WeightTensor(name=tensor.name, dtype=tensor.dtype.value, shape=tensor.shape)
+            for tensor in weights.tensors
+        ]
+    )
+
+
+def _weights_from_proto(message: types_pb2.WeightSpec) -> WeightSpec:
+    return WeightSpec(
+        tuple(TensorSpec.of(t.name, t.dtype, tuple(t.shape)) for t in message.tensors)
+    )
 
 
 def _canonical(plain: object) -> str:

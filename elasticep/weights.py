@@ -129,6 +129,11 @@ class TensorSpec:
             )
         object.__setattr__(self, "shape", tuple(shape))
 
+    @classmethod
+    def of(cls, name: str, dtype: Any, shape: Any) -> Self:
+        """A spec from what came over the wire or out of a file; checked like any other."""
+        return cls(name, dtype, shape)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one expert's tensor."""
@@ -190,7 +195,7 @@ class WeightSpec:
         for name, plain in data.items():
             if not isinstance(plain, Mapping) or set(plain) != {"dtype", "shape"}:
                 raise ConfigError(f"[weights.{name}] needs dtype and shape, and nothing else")
-            tensors.append(TensorSpec(name, plain["dtype"], plain["shape"]))
+            tensors.append(TensorSpec.of(name, plain["dtype"], plain["shape"]))
         return cls(tuple(tensors))
 
     def canonical_json(self) -> str:

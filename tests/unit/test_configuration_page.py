@@ -12,6 +12,7 @@ import click
 import pytest
 
 import elasticep
+from elasticep.balance import RebalancePolicy
 from elasticep.config import (
     ClientConfig,
     ControllerConfig,
@@ -21,6 +22,7 @@ from elasticep.config import (
     load_config,
 )
 from elasticep.group import GroupConfig, Timeouts
+from elasticep.weights import TensorSpec
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
@@ -101,6 +103,9 @@ def check_default(key: str, cell: str, item: dataclasses.Field[Any]) -> None:
         what = "required" if item.default_factory is MISSING else cell
         assert cell == what, f"{key}: the page says {cell}, the code has no default"
         return
+    if item.default is None:
+        assert cell == "none", f"{key}: the page says {cell}, the code has none"
+        return
     value = tomllib.loads(f"value = {cell.strip('`')}")["value"]
     plain = list(item.default) if isinstance(item.default, tuple) else item.default
     assert value == plain, f"{key}: the page says {cell}, the code {item.default!r}"
@@ -162,6 +167,8 @@ def test_page_has_the_keys_and_defaults_of_a_group() -> None:
         "## A group's file": fields(GroupConfig),
         "### `[geometry]`": fields(GroupConfig.__dataclass_fields__["geometry"].type),
         "### `[timeouts]`": fields(Timeouts),
+        "### `[rebalance]`": fields(RebalancePolicy),
+        "### `[weights.NAME]`": [item for item in fields(TensorSpec) if item.name != "name"],
     }
     for heading, items in sections.items():
         rows = table(heading)
