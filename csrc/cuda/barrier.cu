@@ -178,6 +178,10 @@ __device__ void publish(const Domain& d, const Barrier& b, u32 status, u64 began
     *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
     *reinterpret_cast<volatile u32*>(&d.header->wait.phase) = kPhaseNone;
   }
+  __syncthreads();
+  if (threadIdx.x) return;
+  fence_system();
+  store_relaxed(&record->begun, ++d.state->begun);
 }
 
 // Thread 0: the state of the decided step.
@@ -236,6 +240,8 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   Rules rules{d, b};
   u32 status = EPC_STEP_RUN;
   if (!b.running.epoch && !b.staged_count) status = EPC_STEP_NO_VIEW;
+  // The daemon shows a view with joiners to others when each of them has come to its first barrier.
+  if (!b.running.epoch && threadIdx.x == 0) Waiter{d, kPhaseBarrier, 0, d.me, began}.record_wait();
   // A joiner has no barrier of its own until it has seen one; alone in its view it opens the first.
   if (status == EPC_STEP_RUN) send_cells(d, b, tokens);
   for (u32 polls = 1; status == EPC_STEP_RUN; ++polls) {
@@ -295,6 +301,8 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   const u32 entries = d.layers * d.experts;
   const int4* from = reinterpret_cast<const int4*>(d.maps + b.epoch % EP_BANKS * entries);
   for (u32 i = threadIdx.x; b.adopted && i < entries; i += kThreads) reinterpret_cast<int4*>(d.active)[i] = __ldcg(from + i);
+  const u32 held = d.layers * d.slots;
+  for (u32 i = threadIdx.x; b.adopted && i < held; i += kThreads) d.slot_experts[i] = __ldcg(d.slot_banks + b.epoch % EP_BANKS * held + i);
   publish(d, b, status, began);
 }
 
@@ -324,6 +332,8 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
   *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
   if (complete) d.record->complete_step = s->step;
   s->torn = 1;  // until the next barrier
+  fence_system();
+  store_relaxed(&d.record->ended, ++s->ended);
 }
 
 __global__ void tear_kernel(const __grid_constant__ Domain d) {

@@ -3,3 +3,5 @@
 #include "../common/errors.cpp"
 #include "../common/layout.cpp"
 #include "../common/robust.cpp"
+#include "../common/link.cpp"
+#include "../common/memory.cpp"

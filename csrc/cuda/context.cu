@@ -17,13 +17,6 @@ __global__ void clock_kernel(volatile u64* out) {
   *out = t;
 }
 
-// A staging thread may run while the engine captures a graph: its calls are on a stream of its own.
-struct RelaxedCapture {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-};
-
 }  // namespace
 
 template <class T>
@@ -166,12 +159,18 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = allocate(&d.active, u64(g.layers) * g.experts)) return bad;
   if (int bad = allocate(&replicas, u64(EP_BANKS) * g.layers * g.max_ranks * g.slots)) return bad;
   if (int bad = allocate(&d.pending, u64(g.layers) * g.experts)) return bad;
+  int* slot_banks = nullptr;
+  if (int bad = allocate(&slot_banks, u64(EP_BANKS) * g.layers * g.slots)) return bad;
+  if (int bad = allocate(&slot_experts, u64(g.layers) * g.slots)) return bad;
+  EPC_TRY(cudaMemset(slot_experts, 0xff, u64(g.layers) * g.slots * sizeof(int)));  // all empty
   if (int bad = allocate(&d.scratch, barrier_scratch_bytes(g.max_ranks))) return bad;
   if (int bad = allocate(&complete_flag, 1)) return bad;
   d.staged = staged;
   d.maps = maps;
   d.lists = lists;
   d.replicas = replicas;
+  d.slot_banks = slot_banks;
+  d.slot_experts = slot_experts;
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
   clock_kernel<<<1, 1, 0, side>>>(reinterpret_cast<u64*>(domain.record));
   EPC_TRY(cudaStreamSynchronize(side));
@@ -180,6 +179,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   State initial{};
   initial.torn = 1;
   initial.incarnation = config.incarnation;
+  initial.barrier = header->step.load();  // what earlier incarnations left in the region is of earlier steps
   EPC_TRY(cudaMemcpy(d.state, &initial, sizeof initial, cudaMemcpyHostToDevice));
   if (int bad = open_exchanges()) return bad;
   EPC_TRY(cudaDeviceSynchronize());
@@ -205,6 +205,14 @@ int epc_context::stage(const u8* image) {
       return ep::fail(EP_EUSAGE, "view %llu has rank %u, whose region is not mapped", static_cast<unsigned long long>(head.epoch), r);
 
   const u64 per_layer = u64(g.max_ranks) * g.slots, bank = head.epoch % EP_BANKS;
+  std::lock_guard<std::mutex> guard(staging);
+  if (held[bank].epoch == head.epoch) {
+    if (held[bank].digest == head.digest) return 0;  // kernels may be reading it
+    return ep::fail(EP_EMISMATCH, "view %llu is staged already, with another content", static_cast<unsigned long long>(head.epoch));
+  }
+  std::vector<int> slots(u64(g.layers) * g.slots);
+  for (u32 layer = 0; layer < g.layers; ++layer)
+    memcpy(slots.data() + u64(layer) * g.slots, tables.slots + layer * per_layer + u64(config.rank) * g.slots, g.slots * sizeof(int));
   std::vector<Copies> map(u64(g.layers) * g.experts);
   std::vector<u32> first(map.size());
   for (u32 layer = 0; layer < g.layers; ++layer)
@@ -219,7 +227,6 @@ int epc_context::stage(const u8* image) {
   Staged entry{head.epoch, head.previous_epoch, head.digest, 0, {}};
   memcpy(entry.incarnation, head.incarnation, sizeof entry.incarnation);
 
-  std::lock_guard<std::mutex> guard(staging);
   RelaxedCapture relaxed;
   EPC_TRY(cudaSetDevice(int(config.device)));
   auto board = const_cast<Staged*>(domain.staged) + bank;
@@ -230,10 +237,13 @@ int epc_context::stage(const u8* image) {
                           cudaMemcpyHostToDevice, side));
   EPC_TRY(cudaMemcpyAsync(const_cast<ep::Replica*>(domain.replicas) + bank * g.layers * per_layer, tables.replicas,
                           g.layers * per_layer * sizeof(ep::Replica), cudaMemcpyHostToDevice, side));
+  EPC_TRY(cudaMemcpyAsync(const_cast<int*>(domain.slot_banks) + bank * slots.size(), slots.data(), slots.size() * sizeof(int),
+                          cudaMemcpyHostToDevice, side));
   EPC_TRY(cudaMemcpyAsync(board, &entry, sizeof entry, cudaMemcpyHostToDevice, side));
   EPC_TRY(cudaStreamSynchronize(side));
   EPC_TRY(cudaMemcpyAsync(&board->check, &entry.epoch, sizeof entry.epoch, cudaMemcpyHostToDevice, side));
   EPC_TRY(cudaStreamSynchronize(side));
+  held[bank] = {head.epoch, head.digest};
   header->staged[bank].store(head.epoch);
   return 0;
 }

@@ -7,6 +7,15 @@
 #include "kernels.h"
 #include "memory.h"
 
+namespace epc {
+// A staging thread may run while the engine captures a graph: its calls are on a stream of its own.
+struct RelaxedCapture {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+}  // namespace epc
+
 struct epc_context {
   epc_config config{};
   epc::GpuLayout layout{};
@@ -19,8 +28,10 @@ struct epc_context {
   epc::u32* complete_flag = nullptr;
   cudaStream_t side = nullptr;   // staging
   std::mutex staging;
+  struct { epc::u64 epoch, digest; } held[EP_BANKS] = {};  // what `stage` wrote
   epc::u32 sms = 0, grid_cap = 0;
   bool early = false;            // programmatic dependent launch
+  int* slot_experts = nullptr;   // Domain::slot_experts
   ep::RobustHold hold;
   std::vector<void*> allocations;
 

@@ -57,6 +57,7 @@ struct State {
   u64 digest;
   u64 mapped;                     // the view that Domain::active holds
   u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
+  u64 begun, ended;               // barriers and step ends that have run
 };
 
 // What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.
@@ -70,6 +71,7 @@ struct Record {
   epc_step_info info;
   u64 complete_step;  // the highest step that was complete
   epc_fault fault;
+  u64 begun, ended;   // barriers and step ends that have run; written last, so that whoever reads a new number sees the rest
 };
 
 struct Domain {
@@ -85,6 +87,8 @@ struct Domain {
   const Copies* maps;          // [EP_BANKS][layers][experts]
   const u32* lists;            // [EP_BANKS][layers][experts] first replica of each expert
   const ep::Replica* replicas;  // [EP_BANKS][layers][R * S]
+  const int* slot_banks;       // [EP_BANKS][layers][S] expert in each of this rank's slots, -1 = empty
+  int* slot_experts;           // [layers][S] of the running view, at one address for all views
   u32* pending;                // [layers][experts] load of the running step
   u8* scratch;                 // barrier: copies of cells
   ep::Header* header;          // host memory, by its device address

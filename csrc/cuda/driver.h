@@ -10,7 +10,7 @@ namespace epc {
 #define EPC_DRIVER_CALLS(X)                                                                                     \
   X(cuMemCreate) X(cuMemRelease) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)              \
   X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)                        \
-  X(cuMemGetAllocationGranularity) X(cuGetErrorString)
+  X(cuMemGetAllocationGranularity) X(cuMemGetAllocationPropertiesFromHandle) X(cuGetErrorString)
 
 struct Driver {
 #define EPC_MEMBER(name) decltype(&::name) name = nullptr;

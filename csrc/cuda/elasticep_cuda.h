@@ -128,6 +128,35 @@ EP_API int epc_complete_flag(epc_context* context, void** device_pointer);
 /* [layers][experts] since the start; synchronises the device. */
 EP_API int epc_loads(epc_context* context, uint64_t* loads);
 
+/* ---- session: a seat of a daemon under inline launch ------------------------------------------------------------ */
+typedef struct epc_session epc_session;
+enum epc_wait { EPC_WAIT_BEGUN = 0, EPC_WAIT_ENDED = 1 };
+
+/* Shows the ticket, maps the rank's memory on the GPU that holds it, allocates everything that steps will use, takes both
+ * of the seat's locks, and starts the threads that stage views and report their adoption. num_sms 0: the formula. */
+EP_API int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, epc_session** out);
+/* Waits for the device and gives everything back. */
+EP_API void epc_session_close(epc_session* session);
+/* Its context, for the calls above; epc_peer_* and epc_stage* are the session's own business. */
+EP_API epc_context* epc_session_context(epc_session* session);
+EP_API int epc_session_status(epc_session* session, ep_status* out);
+/* As ep_session_fenced: 1 if fenced, else 0. */
+EP_API int epc_session_fenced(epc_session* session, uint64_t* epoch, char* text, uint64_t text_size);
+EP_API int epc_session_warmup(epc_session* session, uint32_t on);
+/* As ep_session_slots. */
+EP_API int epc_session_slots(epc_session* session, uint64_t epoch, int32_t* slot_expert);
+/* Returns when a view later than `after` is staged; EP_EFENCED, or EP_ETIMEOUT after timeout_ms (0: step_timeout). Until a
+ * rank has run its first view it counts from here on as waiting at the barrier. */
+EP_API int epc_session_enter(epc_session* session, uint64_t after, uint32_t timeout_ms);
+/* epc_step_begin with a limit of its own (0: the group's); EP_EFENCED. */
+EP_API int epc_session_step_begin(epc_session* session, uint32_t tokens, uint32_t timeout_ms, void* stream);
+/* Waits until `count` barriers (or step ends) of this session have run, counted from 1, replays of a graph included. `stream`
+ * is the one that they are on: EP_EUSAGE if it ends or fails without. */
+EP_API int epc_session_wait(epc_session* session, uint32_t what, uint64_t count, void* stream);
+/* Device address of [layers][slots] int32: the expert in each of this rank's slots in the running view, -1 = empty. It stays;
+ * the barrier kernel that adopts a view changes what it holds. */
+EP_API int epc_session_slot_experts(epc_session* session, void** device_pointer);
+
 #ifdef __cplusplus
 }
 #endif

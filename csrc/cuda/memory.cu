@@ -32,6 +32,24 @@ int map_at(const Driver& d, CUdeviceptr at, u64 bytes, CUmemGenericAllocationHan
 
 u64 granular(u64 bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
 
+int region_device(int fd, u32* device) {
+  const Driver* d = driver();
+  if (!d) return EP_EUSAGE;
+  int count = 0;
+  EPC_TRY(cudaGetDeviceCount(&count));
+  CUmemGenericAllocationHandle handle;
+  EPC_TRY(d->cuMemImportFromShareableHandle(&handle, reinterpret_cast<void*>(static_cast<uintptr_t>(fd)),
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+  CUmemAllocationProp p{};
+  const int bad = check(d->cuMemGetAllocationPropertiesFromHandle(&p, handle), "cuMemGetAllocationPropertiesFromHandle");
+  d->cuMemRelease(handle);
+  if (bad) return bad;
+  if (p.location.type != CU_MEM_LOCATION_TYPE_DEVICE || p.location.id < 0 || p.location.id >= count)
+    return ep::fail(EP_EUSAGE, "the rank's memory is on device %d, and this process sees %d; let CUDA_VISIBLE_DEVICES include its GPU", p.location.id, count);
+  *device = u32(p.location.id);
+  return 0;
+}
+
 RegionMap::~RegionMap() {
   if (!base_) return;
   for (u32 r = 0; r < ranks_; ++r)

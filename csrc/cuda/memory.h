@@ -6,6 +6,8 @@
 namespace epc {
 
 u64 granular(u64 bytes);
+// The device that holds the memory behind this fd, as this process counts devices.
+int region_device(int fd, u32* device);
 
 // Address space for the regions of all ranks, and what is mapped into it.
 class RegionMap {

@@ -1,0 +1,318 @@
+// What an engine holds under inline launch: its seat at the daemon and the context that runs its kernels. A thread stages
+// views as the daemon sends them, also while the engine captures a graph; another tells the daemon what was adopted.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "../common/link.h"
+#include "../common/memory.h"
+#include "../common/sys.h"
+#include "context.h"
+
+using namespace epc;
+
+namespace {
+constexpr u64 kMs = 1'000'000;
+constexpr u64 kReplaceLimit = 2000 * kMs;  // until the views that use a rank's former memory are over
+constexpr u64 kEager = 5000 * kMs;         // after a view was staged its adoption is looked for every millisecond
+constexpr u64 kSpin = kMs / 5;             // a wait for the stream polls so long before it sleeps in between
+}  // namespace
+
+struct epc_session {
+  ep::Link link;
+  ep::RobustHold engine_hold;
+  std::unique_ptr<epc_context> context;
+  ep_geometry geometry{};
+  pid_t pid = getpid();
+
+  // Of each rank: the memfd that names its memory, and the highest staged view that uses it.
+  struct Peer {
+    dev_t device = 0;
+    ino_t inode = 0;
+    bool mapped = false;
+    u64 used_by = 0;
+  } peer[kMaxRanks];
+  struct Tables {
+    u64 epoch = 0;
+    std::vector<int32_t> slots;
+  } tables[EP_BANKS];
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::thread reporter;
+  u64 staged = 0, staged_at = 0;  // highest epoch, and when
+  bool stop = false;
+
+  ep::Header& header() { return *context->header; }
+
+  int check_fenced() {
+    ep::Header& h = header();
+    if (!ep::is_fenced(h) && h.incarnation.load() == link.incarnation) return 0;
+    return ep::fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", link.rank, link.incarnation, h.fenced_text);
+  }
+  int check_usable() {
+    if (getpid() != pid)
+      return ep::fail(EP_EUSAGE, "this session belongs to process %d; attach again in the forked process %d", pid, getpid());
+    return check_fenced();
+  }
+
+  int open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms);
+  int stage(u64 epoch, const std::vector<u32>& ranks, const std::vector<int>& fds);
+  int take_region(u32 rank, int header_fd, int data_fd);
+  void on_message(ep::Received& message);
+  void report();
+  void tell(u32 type, u64 a, u64 b, int status, const char* text);
+  void close();
+};
+
+int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms) {
+  if (!driver()) return EP_EUSAGE;
+  ep::Received welcome;
+  if (int bad = link.open(socket_path, EP_ROLE_ENGINE, ticket, timeout_ms, &welcome)) return bad;
+  memcpy(&geometry, welcome.body.data(), sizeof geometry);
+  ep::Layout layout;
+  if (int bad = ep::make_layout(geometry, &layout)) return bad;
+  if (welcome.head.c && welcome.head.c != layout.digest)
+    return ep::fail(EP_EMISMATCH, "layout digest %016llx of the daemon differs from ours, %016llx; install one version everywhere",
+                    static_cast<unsigned long long>(welcome.head.c), static_cast<unsigned long long>(layout.digest));
+  auto c = std::make_unique<epc_context>();
+  c->config.geometry = geometry;
+  c->config.rank = link.rank;
+  c->config.incarnation = link.incarnation;
+  c->config.ranks_on_device = u32(welcome.head.d);
+  c->config.num_sms = num_sms;
+  c->config.count_loads = 1;
+  if (int bad = region_device(welcome.fds[1], &c->config.device)) return bad;
+  if (int bad = c->open(welcome.fds[1], welcome.fds[0], true)) return bad;
+  context = std::move(c);
+  if (int bad = engine_hold.take(header().engine, link.incarnation)) return bad;
+  reporter = std::thread([this] { report(); });
+  link.start([this](ep::Received& m) { on_message(m); }, {welcome.take(0), welcome.take(1)});
+  return 0;
+}
+
+void epc_session::tell(u32 type, u64 a, u64 b, int status, const char* text) {
+  ep_message m{};
+  m.magic = EP_MSG_MAGIC;
+  m.type = type;
+  m.rank = link.rank;
+  m.status = status;
+  m.a = a;
+  m.b = b;
+  strncpy(m.text, text, EP_TEXT - 1);
+  link.send(m);
+}
+
+void epc_session::on_message(ep::Received& message) {
+  if (message.head.type != EP_MSG_STAGE) return;
+  std::vector<u32> ranks(message.body.size() / 4);
+  memcpy(ranks.data(), message.body.data(), ranks.size() * 4);
+  const int status = stage(message.head.a, ranks, message.fds);
+  if (status == 0) {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (message.head.a > staged) staged = message.head.a;
+    staged_at = ep::now_ns();
+    changed.notify_all();
+  }
+  tell(EP_MSG_STAGED, message.head.a, 0, status, status ? ep_last_error() : "");
+}
+
+int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vector<int>& fds) {
+  const auto shown = static_cast<unsigned long long>(epoch);
+  if (fds.size() != 1 + 2 * ranks.size())
+    return ep::fail(EP_EINVAL, "stage of epoch %llu came with %zu descriptors for %zu peers", shown, fds.size(), ranks.size());
+  const u64 bytes = context->layout.base.bank_bytes;
+  std::vector<u64> image((bytes + 7) / 8);
+  if (pread(fds[0], image.data(), bytes, 0) != ssize_t(bytes))
+    return ep::fail(EP_EMISMATCH, "the tables of epoch %llu are not of %llu bytes", shown, static_cast<unsigned long long>(bytes));
+  const ep::BankTables view(context->layout.base, reinterpret_cast<const u8*>(image.data()));
+  if (view.head->epoch != epoch)
+    return ep::fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", shown, static_cast<unsigned long long>(view.head->epoch));
+  const u64 running = header().epoch.load();
+  if (running && (epoch <= running || epoch >= running + EP_BANKS))
+    return ep::fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", shown,
+                    static_cast<unsigned long long>(running), EP_BANKS - 1);
+  RelaxedCapture relaxed;
+  EPC_TRY(cudaSetDevice(int(context->config.device)));
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (int bad = take_region(ranks[i], fds[1 + 2 * i], fds[2 + 2 * i])) return bad;
+  if (int bad = context->stage(reinterpret_cast<const u8*>(image.data()))) return bad;
+  std::lock_guard<std::mutex> guard(mutex);
+  for (u32 r = 0; r < geometry.max_ranks; ++r)
+    if (view.head->incarnation[r] && epoch > peer[r].used_by) peer[r].used_by = epoch;
+  Tables& kept = tables[epoch % EP_BANKS];
+  kept.epoch = epoch;
+  kept.slots.assign(view.slots, view.slots + u64(geometry.layers) * geometry.max_ranks * geometry.slots);
+  return 0;
+}
+
+// A rank's address never changes, so its former memory must be out of use before another one is mapped there.
+int epc_session::take_region(u32 rank, int header_fd, int data_fd) {
+  if (rank >= geometry.max_ranks || rank == link.rank) return ep::fail(EP_EINVAL, "stage names peer %u", rank);
+  struct stat name {};
+  if (fstat(header_fd, &name)) return ep::fail(-errno, "the header of rank %u: %s", rank, strerror(errno));
+  Peer& p = peer[rank];
+  if (p.mapped && p.device == name.st_dev && p.inode == name.st_ino) return 0;
+  if (p.mapped) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const u64 deadline = ep::now_ns() + kReplaceLimit;
+    while (p.used_by && header().epoch.load() <= p.used_by && !stop) {
+      if (ep::now_ns() > deadline)
+        return ep::fail(EP_EUSAGE, "rank %u comes with other memory, and its former one is still used by view %llu; a view without the rank must run first",
+                        rank, static_cast<unsigned long long>(p.used_by));
+      changed.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    lock.unlock();
+    if (int bad = context->regions.drop(rank)) return bad;
+    p.mapped = false;
+  }
+  if (int bad = context->regions.map(rank, data_fd)) return bad;
+  p.device = name.st_dev;
+  p.inode = name.st_ino;
+  p.mapped = true;
+  return 0;
+}
+
+// Kernels adopt views, and graphs are replayed without a word to the host: the header is looked at.
+void epc_session::report() {
+  u64 told = 0;
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!stop) {
+    if (told >= staged) {
+      changed.wait(lock);
+      continue;
+    }
+    const bool eager = ep::now_ns() - staged_at < kEager;
+    changed.wait_for(lock, std::chrono::milliseconds(eager ? 1 : 20));
+    const u64 epoch = header().epoch.load();
+    if (epoch <= told || stop) continue;
+    told = epoch;
+    lock.unlock();
+    tell(EP_MSG_ADOPTED, epoch, header().step.load(), 0, "");
+    lock.lock();
+  }
+}
+
+void epc_session::close() {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    stop = true;
+    changed.notify_all();
+  }
+  link.close();
+  if (reporter.joinable()) reporter.join();
+  engine_hold.release();
+  context.reset();  // waits for the device, then lets go of the runner's lock
+}
+
+int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, epc_session** out) {
+  auto s = new epc_session;
+  if (int bad = s->open(socket_path, ticket, timeout_ms, num_sms)) {
+    const std::string text = ep_last_error();
+    s->close();
+    delete s;
+    return ep::fail(bad, "%s", text.c_str());
+  }
+  *out = s;
+  return 0;
+}
+
+void epc_session_close(epc_session* s) {
+  if (!s || getpid() != s->pid) return;  // a forked child has neither the threads nor the seat
+  s->close();
+  delete s;
+}
+
+epc_context* epc_session_context(epc_session* s) { return s->context.get(); }
+
+int epc_session_status(epc_session* s, ep_status* out) {
+  ep::snapshot(s->header(), out);
+  out->incarnation = s->link.incarnation;  // the header's may be a successor's
+  return 0;
+}
+
+int epc_session_fenced(epc_session* s, uint64_t* epoch, char* text, uint64_t text_size) {
+  if (!s->check_fenced()) return 0;
+  *epoch = s->header().fenced_epoch.load();
+  snprintf(text, text_size, "%s", s->header().fenced_text);
+  return 1;
+}
+
+int epc_session_warmup(epc_session* s, uint32_t on) {
+  s->header().warmup.store(on ? 1 : 0);
+  return 0;
+}
+
+int epc_session_slots(epc_session* s, uint64_t epoch, int32_t* slot_expert) {
+  std::lock_guard<std::mutex> guard(s->mutex);
+  const auto& kept = s->tables[epoch % EP_BANKS];
+  if (epoch == 0 || kept.epoch != epoch)
+    return ep::fail(EP_EINVAL, "the tables of epoch %llu are gone; only the running and staged views are kept", static_cast<unsigned long long>(epoch));
+  memcpy(slot_expert, kept.slots.data(), kept.slots.size() * sizeof(int32_t));
+  return 0;
+}
+
+int epc_session_enter(epc_session* s, uint64_t after, uint32_t timeout_ms) {
+  if (int bad = s->check_usable()) return bad;
+  ep::Header& h = s->header();
+  std::unique_lock<std::mutex> lock(s->mutex);
+  if (s->staged > after) return 0;
+  if (!h.epoch.load()) {  // the daemon tells of a joiner that has come here
+    h.wait.rank.store(s->link.rank);
+    h.wait.since_ns.store(ep::now_ns());
+  }
+  const u64 limit = timeout_ms ? timeout_ms * kMs : h.timeouts.step_timeout_ns, deadline = ep::now_ns() + limit;
+  while (s->staged <= after) {
+    if (int bad = s->check_fenced()) return bad;
+    const u64 now = ep::now_ns();
+    if (now > deadline)
+      return ep::fail(EP_ETIMEOUT, "no view after %llu came for rank %u within %llu ms", static_cast<unsigned long long>(after), s->link.rank,
+                      static_cast<unsigned long long>(limit / kMs));
+    const u64 nap = deadline - now < 20 * kMs ? deadline - now + 1000 : 20 * kMs;  // nobody wakes us for a fence
+    s->changed.wait_for(lock, std::chrono::nanoseconds(nap));
+  }
+  return 0;
+}
+
+int epc_session_step_begin(epc_session* s, uint32_t tokens, uint32_t timeout_ms, void* stream) {
+  if (int bad = s->check_usable()) return bad;
+  Domain d = s->context->domain;
+  if (timeout_ms) d.step_timeout_ns = timeout_ms * kMs;
+  EPC_TRY(launch_step_begin(d, tokens, static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+
+int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream) {
+  const Record& record = *s->context->record;
+  const volatile u64& seen = what == EPC_WAIT_ENDED ? record.ended : record.begun;
+  const u64 began = ep::now_ns();
+  u64 asked = began;
+  while (seen < count) {
+    const u64 now = ep::now_ns();
+    if (now - began > kSpin) usleep(20);
+    if (now - asked < kMs) continue;
+    asked = now;
+    const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+    if (status == cudaErrorNotReady || seen >= count) continue;
+    if (status == cudaSuccess)
+      return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
+                      static_cast<unsigned long long>(count));
+    return ep::fail(EP_EUSAGE, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
+                    s->context->config.device, s->link.rank, static_cast<unsigned long long>(count), static_cast<unsigned long long>(record.ended),
+                    cudaGetErrorString(status));
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return 0;
+}
+
+int epc_session_slot_experts(epc_session* s, void** device_pointer) {
+  *device_pointer = s->context->slot_experts;
+  return 0;
+}
