@@ -155,6 +155,8 @@ class Membership:
                 why = f"the seat is held by node {seat.node}"
                 out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
             return
+        if report.incarnation == seat.incarnation:
+            seat.written = True  # the node heard of it after the store
         if report.incarnation > seat.incarnation:
             self._unknown(seat, node, report, now_ms, out)
         elif report.state is SeatState.EMPTY:

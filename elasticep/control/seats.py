@@ -89,6 +89,7 @@ class Seat:
         phase: see the module's picture.
         attached: worker and engine are up.
         heard: its node said something of this incarnation since this controller leads.
+        written: that this incarnation was granted is certainly in the store.
         epoch: the epoch it reported to run in; 0: none yet.
         since: the epoch of the first view that has this incarnation; 0: none.
         staged: epochs it reported as staged.
@@ -106,6 +107,7 @@ class Seat:
     phase: Phase = Phase.GONE
     attached: bool = False
     heard: bool = False
+    written: bool = False
     epoch: int = 0
     since: int = 0
     staged: set[int] = field(default_factory=set)
@@ -152,7 +154,7 @@ class Seat:
         """Give the seat to the next incarnation, on `node`."""
         self.incarnation += 1
         self.node = node
-        self.attached = self.warmup = False
+        self.attached = self.warmup = self.written = False
         self.heard = True
         self.epoch = self.since = 0
         self.staged.clear()

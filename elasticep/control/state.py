@@ -106,6 +106,7 @@ class GroupState:
     def _restore_seat(self, seat: Seat, record: ev.SaveSeat, now_ms: int) -> None:
         seat.incarnation, seat.node = record.incarnation, record.node
         seat.since, seat.held, seat.why = record.since, record.held, record.reason
+        seat.written = True
         phase = Phase(record.phase)
         member = self.view is not None and self.view.holds(seat.rank, seat.incarnation)
         if phase in (Phase.STAGED, Phase.ACTIVE, Phase.SUSPECTED, Phase.JOINING):
@@ -157,7 +158,9 @@ class GroupState:
             now_ms: the time.
             why: the cause, for logs, status and the engine.
             out: takes what follows.
-            at_once: it is a fact; others may hear of it before it is written.
+            at_once: it is a fact; others may hear of it before it is written. Only if the grant
+                is, though: the next leader would give the same number out again, and its holder
+                would be dead to whoever heard of this.
             counts: for flap damping.
         """
         seat.end(now_ms, why, counts=counts)
@@ -173,7 +176,7 @@ class GroupState:
         if seat.since:
             self.left.append(Left(seat.member))
         out.save(seat.record())
-        (out.now if at_once else out.after).extend(
+        (out.now if at_once and seat.written else out.after).extend(
             ev.Fence(node, seat.rank, seat.incarnation, self.next_epoch, why)
             for node in sorted(self.connected)
             if seat.since or node == seat.node

@@ -209,16 +209,21 @@ class SimRank:
             return self._expelled(f"others went on in epoch {left}")
         if self.said is None:
             self._post()
-        higher = self._higher()
-        if higher:
-            self.step, self.said = higher, None
-            return True
         if self._waits_plainly():
-            return False
+            return self._join_higher()
         staged = sorted(v.epoch for v in self.views.values())
         cells = {r: c for r, c in memory.cells[self.step & 1].items() if c.step == self.step}
         decision = self._decide(self.step, cells, [self.views[e] for e in staged])
+        if decision.kind is Kind.WAIT and self._join_higher():
+            return True
         return self._follow(decision)
+
+    def _join_higher(self) -> bool:
+        """Follow a later barrier, where this one cannot be decided; whether there is one."""
+        higher = self._higher()
+        if higher:
+            self.step, self.said = higher, None
+        return bool(higher)
 
     def _waits_plainly(self) -> bool:
         """Whether a cell is missing and none says anything new: then the decision is to wait."""
