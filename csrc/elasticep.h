@@ -60,7 +60,8 @@ typedef struct ep_geometry {
   uint32_t layers, experts, topk, hidden, slots, max_ranks, exchanges, launch;
   uint32_t serve_lost; /* 1: policy `serve` */
   uint32_t agreed;     /* 1: completion is agreed on at the barriers */
-  uint32_t reserved[6];
+  uint32_t device;     /* 0: host memory; 1: the data regions are on GPUs */
+  uint32_t reserved[5];
   ep_exchange_config exchange[EP_MAX_EXCHANGES];
 } ep_geometry;
 
@@ -164,7 +165,9 @@ enum ep_message_type {
   EP_MSG_QUIT = 7,     /* from daemon: leave now (worker exits, engine session is fenced by header) */
   EP_MSG_FETCH = 8,    /* peer daemon: rank, text = group */
   EP_MSG_FETCHED = 9,  /* reply: status, text; fds header, data; a = layout digest */
-  EP_MSG_WEIGHTS = 10  /* reserved for weight migration */
+  EP_MSG_WEIGHTS = 10, /* reserved for weight migration */
+  EP_MSG_MEMORY = 11   /* to daemon, from the process that allocates on a GPU: status, text; fd data. Its WELCOME comes without
+                          fds, d = device; an engine's has d = ranks whose kernels share the GPU */
 };
 enum ep_role { EP_ROLE_WORKER = 1, EP_ROLE_ENGINE = 2, EP_ROLE_PEER = 3 };
 enum { EP_MSG_MAGIC = 0x314d5045 };

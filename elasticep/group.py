@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from elasticep.balance import RebalancePolicy
 from elasticep.config import refuse_unknown
+from elasticep.device import Device, check_cuda
 from elasticep.errors import ConfigError, GroupMismatch
 from elasticep.geometry import GroupGeometry
 from elasticep.proto import types_pb2
@@ -104,6 +105,7 @@ class GroupConfig:
         timeouts: deadlines in milliseconds.
         lost_experts: policy while an expert has no live replica.
         launch: who runs the kernels.
+        device: where the data regions are; on GPUs kernels run inline.
         completion: when a step counts.
         initial_ranks: the first view waits for ranks 0..initial_ranks-1.
         min_ranks: no view with fewer members is proposed.
@@ -125,6 +127,7 @@ class GroupConfig:
     lost_experts: LostExperts = LostExperts.REFUSE
     launch: Launch = Launch.SERVICE
     completion: Completion = Completion.LOCAL
+    device: Device = Device.CPU
     min_ranks: int = 1
     spare_copies: int = 1
     flap_limit: int = 3
@@ -160,6 +163,7 @@ class GroupConfig:
         if not isinstance(self.manual_readmission, bool):
             raise ConfigError(f"group {self.name!r}: manual_readmission must be true or false")
         self.arena_layout()
+        self._check_device()
         most_staging = self.geometry.slots_per_rank - 1
         self._check_range("staging_slots", 0, most_staging, "geometry.slots_per_rank - 1")
         usable = self.geometry.slots_per_rank - self.staging_slots
@@ -175,6 +179,16 @@ class GroupConfig:
                 f"group {self.name!r}: {self.geometry.experts} experts do not divide into "
                 f"{self.rebalance.groups} groups; change rebalance.groups"
             )
+
+    def _check_device(self) -> None:
+        if self.device is Device.CPU:
+            return
+        if self.launch is not Launch.INLINE or self.completion is not Completion.LOCAL:
+            raise ConfigError(
+                f"group {self.name!r} has device = 'cuda', where kernels run on the engine's own "
+                "stream and steps count by rank; set launch = 'inline' and completion = 'local'"
+            )
+        check_cuda(self.name, self.geometry.hidden, self.exchanges)
 
     def arena_layout(self) -> ArenaLayout | None:
         """How a rank's expert weights lie in memory; None if engines keep their own.
@@ -210,6 +224,7 @@ class GroupConfig:
             "lost_experts": self.lost_experts.value,
             "launch": self.launch.value,
             "completion": self.completion.value,
+            "device": self.device.value,
             "geometry": {name: getattr(self.geometry, name) for name in _GEOMETRY_FIELDS},
             "timeouts": {f.name: getattr(self.timeouts, f.name) for f in fields(self.timeouts)},
             "exchanges": {name: spec.to_dict() for name, spec in self.exchanges},
@@ -221,9 +236,9 @@ class GroupConfig:
         """Read a group file.
 
         Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `flap_limit`,
-        `manual_readmission`, `staging_slots`, `lost_experts`, `launch`, `completion` and the tables
-        `[geometry]`, `[timeouts]`, `[rebalance]`, `[exchanges.NAME]` and `[weights.NAME]` (the last
-        two in the order of the file). Unknown keys raise `ConfigError` with the nearest known one.
+        `manual_readmission`, `staging_slots`, `lost_experts`, `launch`, `device`, `completion` and
+        the tables `[geometry]`, `[timeouts]`, `[rebalance]`, `[exchanges.NAME]` and
+        `[weights.NAME]` (the last two in the order of the file). Unknown keys raise `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
         geometry = _table(data, "geometry")
@@ -237,6 +252,9 @@ class GroupConfig:
         missing = [name for name in _GEOMETRY_FIELDS if not _is_int(geometry.get(name))]
         if missing:
             raise ConfigError(f"[geometry] needs whole numbers for {', '.join(missing)}")
+        device = _choice(Device, "device", data)
+        inline = {"launch": Launch.INLINE.value} if device is Device.CUDA else {}
+        launch = _choice(Launch, "launch", {**inline, **data})
         rebalance = RebalancePolicy.from_dict(_table(data, "rebalance", optional=True))
         rest: dict[str, Any] = {name: data[name] for name in _OPTIONAL_FIELDS if name in data}
         return cls(
@@ -246,7 +264,8 @@ class GroupConfig:
             initial_ranks=data["initial_ranks"],
             timeouts=Timeouts(**timeouts),
             lost_experts=_choice(LostExperts, "lost_experts", data),
-            launch=_choice(Launch, "launch", data),
+            launch=launch,
+            device=device,
             completion=_choice(Completion, "completion", data),
             rebalance=rebalance,
             weights=WeightSpec.from_dict(_table(data, "weights")) if "weights" in data else None,
@@ -295,6 +314,7 @@ class GroupConfig:
             lost_experts=_LOST_TO_PROTO[self.lost_experts],
             launch=_LAUNCH_TO_PROTO[self.launch],
             completion=_COMPLETION_TO_PROTO[self.completion],
+            device=_DEVICE_TO_PROTO[self.device],
             initial_ranks=self.initial_ranks,
             min_ranks=self.min_ranks,
             spare_copies=self.spare_copies,
@@ -332,6 +352,7 @@ class GroupConfig:
             lost_experts=_from_proto(_LOST_TO_PROTO, "lost_experts", message.lost_experts),
             launch=_from_proto(_LAUNCH_TO_PROTO, "launch", message.launch),
             completion=_from_proto(_COMPLETION_TO_PROTO, "completion", message.completion),
+            device=_from_proto(_DEVICE_TO_PROTO, "device", message.device),
             initial_ranks=message.initial_ranks,
             min_ranks=message.min_ranks or 1,
             spare_copies=message.spare_copies,
@@ -353,6 +374,7 @@ _COMPLETION_TO_PROTO = {
     Completion.LOCAL: types_pb2.COMPLETION_LOCAL,
     Completion.AGREED: types_pb2.COMPLETION_AGREED,
 }
+_DEVICE_TO_PROTO = {Device.CPU: types_pb2.DEVICE_CPU, Device.CUDA: types_pb2.DEVICE_CUDA}
 _LAUNCH_TO_PROTO = {
     Launch.SERVICE: types_pb2.LAUNCH_SERVICE,
     Launch.INLINE: types_pb2.LAUNCH_INLINE,

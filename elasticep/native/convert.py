@@ -49,6 +49,7 @@ def geometry_struct(config: "GroupConfig") -> abi.Geometry:
         launch=int(abi.Launch[config.launch.name]),
         serve_lost=int(config.lost_experts.value == "serve"),
         agreed=int(config.completion.value == "agreed"),
+        device=int(config.device.value == "cuda"),
     )
     for number, part in enumerate(parts):
         struct.exchange[number] = _exchange_struct(part)

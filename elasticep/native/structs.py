@@ -146,6 +146,7 @@ class MessageType(enum.IntEnum):
     FETCH = 8
     FETCHED = 9
     WEIGHTS = 10
+    MEMORY = 11
 
 
 class Role(enum.IntEnum):
@@ -201,7 +202,8 @@ class Geometry(Structure):
         ("launch", c_uint32),
         ("serve_lost", c_uint32),
         ("agreed", c_uint32),
-        ("reserved", c_uint32 * 6),
+        ("device", c_uint32),
+        ("reserved", c_uint32 * 5),
         ("exchange", ExchangeConfig * MAX_EXCHANGES),
     )
 

@@ -61,6 +61,24 @@ LAUNCH_INLINE: Launch.ValueType  # 2
 """the engine's own thread runs them"""
 Global___Launch: _TypeAlias = Launch  # noqa: Y015
 
+class _Device:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeviceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Device.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEVICE_UNSPECIFIED: _Device.ValueType  # 0
+    DEVICE_CPU: _Device.ValueType  # 1
+    DEVICE_CUDA: _Device.ValueType  # 2
+
+class Device(_Device, metaclass=_DeviceEnumTypeWrapper):
+    """Where the data regions of the ranks are."""
+
+DEVICE_UNSPECIFIED: Device.ValueType  # 0
+DEVICE_CPU: Device.ValueType  # 1
+DEVICE_CUDA: Device.ValueType  # 2
+Global___Device: _TypeAlias = Device  # noqa: Y015
+
 class _Completion:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -329,6 +347,7 @@ class GroupConfig(_message.Message):
     STAGING_SLOTS_FIELD_NUMBER: _builtins.int
     REBALANCE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     lost_experts: Global___LostExpertsPolicy.ValueType
     launch: Global___Launch.ValueType
@@ -345,6 +364,7 @@ class GroupConfig(_message.Message):
     completion: Global___Completion.ValueType
     staging_slots: _builtins.int
     """slots per rank and layer that plans leave empty"""
+    device: Global___Device.ValueType
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -377,10 +397,11 @@ class GroupConfig(_message.Message):
         staging_slots: _builtins.int = ...,
         rebalance: Global___RebalancePolicy | None = ...,
         weights: Global___WeightSpec | None = ...,
+        device: Global___Device.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "flap_limit", b"flap_limit", "geometry", b"geometry", "rebalance", b"rebalance", "timeouts", b"timeouts", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "completion", b"completion", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "rebalance", b"rebalance", "spare_copies", b"spare_copies", "staging_slots", b"staging_slots", "timeouts", b"timeouts", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "completion", b"completion", "device", b"device", "exchanges", b"exchanges", "flap_limit", b"flap_limit", "geometry", b"geometry", "initial_ranks", b"initial_ranks", "launch", b"launch", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "name", b"name", "rebalance", b"rebalance", "spare_copies", b"spare_copies", "staging_slots", b"staging_slots", "timeouts", b"timeouts", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
     _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015
