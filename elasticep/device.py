@@ -18,14 +18,22 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
-def check_cuda(name: str, hidden: int, exchanges: Iterable[tuple[str, ExchangeSpec]]) -> None:
-    """Raise `ConfigError` for the first exchange that the kernels do not carry out.
+def check_cuda(
+    name: str, inline: bool, hidden: int, exchanges: Iterable[tuple[str, ExchangeSpec]]
+) -> None:
+    """Raise `ConfigError` for the first thing that the kernels do not carry out.
 
     Args:
         name: the group's, for the message.
+        inline: whether launch is inline and completion local.
         hidden: elements of a row.
         exchanges: (name, spec) pairs.
     """
+    if not inline:
+        raise ConfigError(
+            f"group {name!r} has device = 'cuda', where kernels run on the engine's own stream and "
+            "steps count by rank; set launch = 'inline' and completion = 'local'"
+        )
     for exchange, spec in exchanges:
         for part in spec.parts():
             why = _unfit(part, hidden)

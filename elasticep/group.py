@@ -163,7 +163,9 @@ class GroupConfig:
         if not isinstance(self.manual_readmission, bool):
             raise ConfigError(f"group {self.name!r}: manual_readmission must be true or false")
         self.arena_layout()
-        self._check_device()
+        if self.device is Device.CUDA:
+            inline = self.launch is Launch.INLINE and self.completion is Completion.LOCAL
+            check_cuda(self.name, inline, self.geometry.hidden, self.exchanges)
         most_staging = self.geometry.slots_per_rank - 1
         self._check_range("staging_slots", 0, most_staging, "geometry.slots_per_rank - 1")
         usable = self.geometry.slots_per_rank - self.staging_slots
@@ -179,16 +181,6 @@ class GroupConfig:
                 f"group {self.name!r}: {self.geometry.experts} experts do not divide into "
                 f"{self.rebalance.groups} groups; change rebalance.groups"
             )
-
-    def _check_device(self) -> None:
-        if self.device is Device.CPU:
-            return
-        if self.launch is not Launch.INLINE or self.completion is not Completion.LOCAL:
-            raise ConfigError(
-                f"group {self.name!r} has device = 'cuda', where kernels run on the engine's own "
-                "stream and steps count by rank; set launch = 'inline' and completion = 'local'"
-            )
-        check_cuda(self.name, self.geometry.hidden, self.exchanges)
 
     def arena_layout(self) -> ArenaLayout | None:
         """How a rank's expert weights lie in memory; None if engines keep their own.
@@ -238,7 +230,8 @@ class GroupConfig:
         Keys: `name`, `initial_ranks`, `min_ranks`, `spare_copies`, `flap_limit`,
         `manual_readmission`, `staging_slots`, `lost_experts`, `launch`, `device`, `completion` and
         the tables `[geometry]`, `[timeouts]`, `[rebalance]`, `[exchanges.NAME]` and
-        `[weights.NAME]` (the last two in the order of the file). Unknown keys raise `ConfigError` with the nearest known one.
+        `[weights.NAME]` (the last two in the order of the file). Unknown keys raise
+        `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
         geometry = _table(data, "geometry")
