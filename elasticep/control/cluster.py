@@ -102,7 +102,7 @@ class Cluster:
             reports = _of_group(node.seats, group)
             held = any(s.node == endpoint.node for s in membership.seats.values())
             if reports or held:
-                hello = ev.NodeHello(endpoint.node, reports)
+                hello = ev.NodeHello(endpoint.node, reports, endpoint.domain)
                 outcomes.append((group, membership.handle(hello, now_ms)))
         return outcomes
 
@@ -166,7 +166,7 @@ class Cluster:
         for name, node in self.nodes.items():
             reports = _of_group(node.seats, config.name)
             if node.connected and reports:
-                hello = ev.NodeHello(name, reports)
+                hello = ev.NodeHello(name, reports, node.endpoint.domain)
                 outcomes.append((config.name, membership.handle(hello, now_ms)))
         return True, outcomes
 

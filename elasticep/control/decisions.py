@@ -5,7 +5,7 @@ from typing import Final
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome
 from elasticep.control.evidence import judge
-from elasticep.control.proposals import Pending, Plan, Situation, next_plan
+from elasticep.control.proposals import NextView, Pending, Situation, next_plan
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState
 from elasticep.control.views import View
@@ -57,6 +57,7 @@ def retire(state: GroupState, now_ms: int, out: Outcome) -> None:
         )
     state.left = [left for left in state.left if left.epoch == 0 or left.epoch > floor]
     if floor == view.epoch:
+        state.adopted_ms = now_ms
         state.in_use = [(view.epoch, view.placement)]
     elif state.in_use is not None:
         first = max((epoch for epoch, _ in state.in_use if epoch <= floor), default=0)
@@ -118,7 +119,9 @@ def check_staging(state: GroupState, now_ms: int, out: Outcome) -> None:
             continue
         else:
             limit_ms = _stage_limit_ms(state, pending, seat)
-            if limit_ms is None or now_ms - sent_ms < limit_ms:
+            loading = pending.loading.get(seat.rank)
+            since_ms = max(sent_ms, loading.moved_ms) if loading else sent_ms
+            if limit_ms is None or now_ms - since_ms < limit_ms:
                 continue
             why = f"rank {seat.rank} did not stage epoch {epoch} within {limit_ms} ms"
         out.note("staging.failed", rank=seat.rank, epoch=epoch, reason=why)
@@ -181,10 +184,15 @@ def propose(state: GroupState, now_ms: int, out: Outcome) -> None:
             in_use=None if in_use is None else [placement for _, placement in in_use],
             revoked=state.revoked,
             cannot_load=state.cannot_load,
+            unrestorable=state.unrestorable,
+            domains=state.domains,
+            loads=state.loads,
+            goal=state.goal,
             empty_since_ms=state.empty_since_ms,
             now_ms=now_ms,
         )
     )
+    state.goal = None  # asked once: whoever wants it sees whether it came
     if isinstance(plan, str):
         if plan != state.waiting:
             state.waiting = plan
@@ -194,7 +202,7 @@ def propose(state: GroupState, now_ms: int, out: Outcome) -> None:
     _adopt_plan(state, plan, now_ms, out)
 
 
-def _adopt_plan(state: GroupState, plan: Plan, now_ms: int, out: Outcome) -> None:
+def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) -> None:
     epoch, state.next_epoch = state.next_epoch, state.next_epoch + 1
     for left in state.left:
         left.epoch = left.epoch or epoch

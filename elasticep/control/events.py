@@ -8,6 +8,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticep.control.tables import Placement
 from elasticep.control.views import View
 
 
@@ -40,6 +44,7 @@ class NodeHello:
 
     node: str
     seats: tuple[SeatReport, ...]
+    domain: str = ""  # empty: its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,16 @@ class SeatChanged:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A rank staged an epoch, or says why it cannot."""
+    """A rank staged an epoch, or says why it cannot; `unrestorable` names (layer, expert) pairs
+    that no peer, backup or checkpoint can supply.
+    """
 
     node: str
     rank: int
     incarnation: int
     epoch: int
     error: str = ""
+    unrestorable: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +110,41 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A rank's progress counter, and whether its engine is warming up."""
+    """A rank's progress counter, whether its engine is warming up, and how far the weights are
+    that it loads for a view (`staging_epoch` 0: for none).
+    """
 
     node: str
     rank: int
     incarnation: int
     progress: int
     warmup: bool
+    staging_epoch: int = 0
+    staging_done_bytes: int = 0
+    staging_total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """The tokens to plan for, int64 [layers, experts]; None: not known."""
+
+    tokens: "NDArray[np.int64] | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rearrange:
+    """The background wants another placement for the members of the view `epoch`, which is in
+    force. It fills only slots that are empty there. Nothing follows when the view has changed.
+    """
+
+    epoch: int
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Try again to load what could not be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +176,9 @@ Event: TypeAlias = (
     | Adopted
     | Waits
     | Progressed
+    | Loads
+    | Rearrange
+    | Retry
     | Drain
     | Undrain
     | Tick

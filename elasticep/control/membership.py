@@ -22,7 +22,9 @@ from typing import Any
 from elasticep.control import events as ev
 from elasticep.control.decisions import settle
 from elasticep.control.events import Outcome, SeatReport, SeatState
-from elasticep.control.placement import SlotShortage
+from elasticep.control.placement import EMPTY, SlotShortage
+from elasticep.control.proposals import MAX_UNADOPTED, Goal, Loading, Pending, joinable
+from elasticep.control.repair import usable_slots
 from elasticep.control.seats import JUDGED, Phase, Seat
 from elasticep.control.state import GroupState, Saved
 from elasticep.control.views import View, describe_ranks
@@ -55,6 +57,9 @@ class Membership:
             ev.Adopted: self._adopted,
             ev.Waits: self._waits,
             ev.Progressed: self._progressed,
+            ev.Loads: self._loads,
+            ev.Rearrange: self._rearrange,
+            ev.Retry: self._retry,
             ev.Drain: self._drain,
             ev.Undrain: self._undrain,
             ev.Tick: self._tick,
@@ -92,6 +97,37 @@ class Membership:
         """Why no further view is proposed; empty when none is wanted."""
         return self._s.waiting
 
+    @property
+    def pending(self) -> Pending | None:
+        """The view proposed last, while it is not adopted."""
+        return self._s.latest_pending()
+
+    @property
+    def domains(self) -> dict[str, str]:
+        """Node -> domain; not to be changed by others."""
+        return self._s.domains
+
+    @property
+    def cannot_load(self) -> frozenset[int]:
+        """Members that get no new content, because they failed to load some."""
+        view = self._s.view
+        held = self._s.cannot_load
+        return frozenset(
+            m.rank for m in (view.members if view else ()) if (m.rank, m.incarnation) in held
+        )
+
+    def quiet_ms(self, now_ms: int) -> int:
+        """How long the view is in force with nothing else under way; -1: something is."""
+        state = self._s
+        if state.view is None or state.unadopted or state.empty_since_ms or not state.in_use:
+            return -1
+        seats = state.seats.values()
+        coming = any(joinable(seat, state.connected) for seat in seats)
+        going = any(seat.phase is Phase.DRAINING for seat in seats)
+        if coming or going or len(state.live_members()) < len(state.view.members):
+            return -1
+        return now_ms - state.adopted_ms
+
     def handle(self, event: ev.Event, now_ms: int) -> Outcome:
         """Take one event; returns what is to be done.
 
@@ -101,7 +137,7 @@ class Membership:
         """
         out = Outcome()
         self._handlers[type(event)](event, now_ms, out)
-        if not isinstance(event, (ev.Progressed, ev.Waits, ev.Tick)):
+        if not isinstance(event, (ev.Progressed, ev.Waits, ev.Loads, ev.Tick)):
             self._s.dirty = True
         settle(self._s, now_ms, out)
         self._s.validate()
@@ -114,6 +150,8 @@ class Membership:
 
     def _node_hello(self, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:
         self._s.connected.add(event.node)
+        self._s.domains[event.node] = event.domain or event.node
+        self._s.unrestorable.clear()  # it may have a backup of what nobody could supply
         offered = {report.rank for report in event.seats if report.rank in self.seats}
         self._s.offers[event.node] = offered
         for seat in self._s.seats_of(event.node):
@@ -226,12 +264,31 @@ class Membership:
         taken_in = 0 < seat.since <= event.epoch
         if not taken_in or pending is None or not pending.view.holds(seat.rank, seat.incarnation):
             out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
+        elif event.error and self._unrestorable(seat, pending, event, out):
+            pending.errors.pop(event.rank, None)
         elif event.error:
             pending.errors[event.rank] = event.error
         else:
             seat.staged.add(event.epoch)
             if seat.phase is Phase.JOINING:
                 seat.move(Phase.STAGED, now_ms, f"it staged epoch {event.epoch}")
+
+    def _unrestorable(self, seat: Seat, pending: Pending, event: ev.Staged, out: Outcome) -> bool:
+        """Whether the fault lies with experts that nothing can supply, and not with the rank."""
+        table = pending.view.placement.slot_expert
+        experts = pending.view.placement.experts
+        named = {
+            (layer, expert)
+            for layer, expert in event.unrestorable
+            if layer < len(table) and expert < experts and expert in table[layer, seat.rank]
+        }
+        news = named - self._s.unrestorable
+        if news:
+            shown = sorted(news)[:16]
+            out.note("experts.unrestorable", rank=seat.rank, experts=shown, count=len(news))
+        self._s.unrestorable |= named
+        # Members that come in, or a third open view: then the rank answers for it.
+        return bool(named) and seat.running and self._s.unadopted < MAX_UNADOPTED
 
     def _adopted(self, event: ev.Adopted, now_ms: int, out: Outcome) -> None:
         seat = self._current(event.node, event.rank, event.incarnation, out)
@@ -254,8 +311,36 @@ class Membership:
 
     def _progressed(self, event: ev.Progressed, now_ms: int, out: Outcome) -> None:
         seat = self._current(event.node, event.rank, event.incarnation, out)
-        if seat is not None:
-            seat.observe(event.progress, event.warmup, now_ms)
+        if seat is None:
+            return
+        seat.observe(event.progress, event.warmup, now_ms)
+        for pending in self._s.pending if event.staging_epoch else ():
+            if pending.view.epoch == event.staging_epoch:
+                new = Loading(event.staging_total_bytes)
+                loading = pending.loading.setdefault(seat.rank, new)
+                loading.observe(event.staging_done_bytes, now_ms)
+
+    def _loads(self, event: ev.Loads, now_ms: int, out: Outcome) -> None:
+        self._s.loads = event.tokens
+
+    def _retry(self, event: ev.Retry, now_ms: int, out: Outcome) -> None:
+        self._s.unrestorable.clear()
+        self._s.cannot_load.clear()
+
+    def _rearrange(self, event: ev.Rearrange, now_ms: int, out: Outcome) -> None:
+        view, in_use = self._s.view, self._s.in_use
+        if view is None or view.epoch != event.epoch or not in_use or self._s.unadopted:
+            out.note("rearrange.ignored", epoch=event.epoch, why="another view came first")
+            return
+        table = event.placement.slot_expert
+        usable = usable_slots(view.ranks, [placement.slot_expert for _, placement in in_use])
+        new = (table != EMPTY) & (table != view.placement.slot_expert)
+        lost = set(event.placement.lost_experts(view.ranks)) - set(view.lost)
+        if (new & ~usable).any() or lost:
+            why = "it overwrites a slot in use" if not lost else f"it loses {sorted(lost)[:4]}"
+            out.note("rearrange.ignored", epoch=event.epoch, why=why)
+            return
+        self._s.goal = Goal(epoch=event.epoch, placement=event.placement, reason=event.reason)
 
     def _drain(self, event: ev.Drain, now_ms: int, out: Outcome) -> None:
         seats = self._named(event.ranks)

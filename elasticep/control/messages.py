@@ -12,6 +12,7 @@ from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2, types_pb2
 
 MAX_SEATS: Final = 4_096  # of one node
+MAX_EXPERTS: Final = 65_536  # named in one answer
 _MAX_NAME: Final = 253
 _MAX_ADDRESS: Final = 512
 _MAX_TEXT: Final = 512  # sentences are cut, not refused
@@ -71,14 +72,7 @@ def read_events(node: str, message: controller_pb2.NodeMessage) -> list[tuple[st
         group, report = read_seat(message.seat)
         return [(group, ev.SeatChanged(node, report))]
     if body == "staged":
-        staged = message.staged
-        error = _text(staged.error)
-        return [
-            (
-                staged.group,
-                ev.Staged(node, staged.rank, staged.incarnation, staged.epoch, error),
-            )
-        ]
+        return [(message.staged.group, _staged(node, message.staged))]
     if body == "adopted":
         adopted = message.adopted
         return [
@@ -92,14 +86,36 @@ def read_events(node: str, message: controller_pb2.NodeMessage) -> list[tuple[st
     if body == "heartbeat":
         if len(message.heartbeat.ranks) > MAX_SEATS:
             raise ConfigError(f"a heartbeat of node {node} has more than {MAX_SEATS} ranks")
-        return [
-            (
-                rank.group,
-                ev.Progressed(node, rank.rank, rank.incarnation, rank.progress, rank.warmup),
-            )
-            for rank in message.heartbeat.ranks
-        ]
+        return [(rank.group, _progressed(node, rank)) for rank in message.heartbeat.ranks]
     raise ConfigError(f"node {node} sent {body or 'an empty message'}, which has no place here")
+
+
+def _staged(node: str, staged: controller_pb2.Staged) -> ev.Staged:
+    if len(staged.unrestorable) > MAX_EXPERTS:
+        raise ConfigError(
+            f"node {node} names {len(staged.unrestorable)} experts; at most {MAX_EXPERTS} at a time"
+        )
+    return ev.Staged(
+        node,
+        staged.rank,
+        staged.incarnation,
+        staged.epoch,
+        _text(staged.error),
+        tuple((ref.layer, ref.expert) for ref in staged.unrestorable),
+    )
+
+
+def _progressed(node: str, rank: controller_pb2.RankProgress) -> ev.Progressed:
+    return ev.Progressed(
+        node,
+        rank.rank,
+        rank.incarnation,
+        rank.progress,
+        rank.warmup,
+        rank.staging_epoch,
+        rank.staging_done_bytes,
+        rank.staging_total_bytes,
+    )
 
 
 def _wait(node: str, wait: controller_pb2.WaitReport) -> ev.Waits:

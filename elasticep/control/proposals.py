@@ -9,17 +9,48 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from elasticep.control.placement import EMPTY, Placement, round_robin, without
-from elasticep.control.repair import Usable, admit, fill_lost, make_room, restore, usable_slots
+from elasticep.control.arrange import Around, Int64Array, admit, first_placement, split
+from elasticep.control.placement import EMPTY, Placement
+from elasticep.control.repair import (
+    Usable,
+    fill_lost,
+    keep,
+    lost_mask,
+    make_room,
+    restore,
+    usable_slots,
+)
 from elasticep.control.seats import Phase, Seat
-from elasticep.control.start import spread
+from elasticep.control.tables import Int32Array
 from elasticep.control.views import Member, View, describe_ranks
 from elasticep.group import GroupConfig, LostExperts
 
 MAX_UNADOPTED = 2
 REFORM_PATIENCE_MS = 30_000  # after all members died: how long to wait for all initial_ranks
 _MAX_REASON = 600
+
+
+@dataclass(slots=True)
+class Loading:
+    """Weights that a rank loads for a view; whoever makes headway is not late.
+
+    Attributes:
+        total_bytes: as reported first; headway beyond does not count.
+        done_bytes: so far.
+        moved_ms: when that grew last.
+    """
+
+    total_bytes: int
+    done_bytes: int = 0
+    moved_ms: int = 0
+
+    def observe(self, done_bytes: int, now_ms: int) -> None:
+        """Take a reading."""
+        done_bytes = min(done_bytes, self.total_bytes)
+        if done_bytes > self.done_bytes:
+            self.done_bytes, self.moved_ms = done_bytes, now_ms
 
 
 @dataclass(slots=True)
@@ -35,6 +66,7 @@ class Pending:
         seen: somebody other than its joiners may know it (after a change of the leader: maybe).
         sent: rank -> when its node was told to stage it.
         errors: rank -> why it cannot.
+        loading: rank -> how far the weights are that it loads.
     """
 
     view: View
@@ -45,6 +77,22 @@ class Pending:
     seen: bool = False
     sent: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    loading: dict[int, Loading] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A placement that the background wants for the members that there are.
+
+    Attributes:
+        epoch: the view that it changes; in another one it means nothing.
+        placement: fills only slots that are empty in that view.
+        reason: for the view's reason.
+    """
+
+    epoch: int
+    placement: Placement
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +109,10 @@ class Situation:
         in_use: placements that somebody may run in; None: not known since the leader changed.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content: they failed to load some.
+        unrestorable: (layer, expert) pairs that nothing could supply; nobody is to load them.
+        domains: node -> domain.
+        loads: int64 [layers, experts], or None.
+        goal: what the background wants next.
         empty_since_ms: when the last member died; 0: there are members.
         now_ms: the time.
     """
@@ -74,12 +126,21 @@ class Situation:
     in_use: Sequence[Placement] | None
     revoked: AbstractSet[int]
     cannot_load: AbstractSet[tuple[int, int]]
+    unrestorable: AbstractSet[tuple[int, int]]
+    domains: Mapping[str, str]
+    loads: Int64Array | None
+    goal: Goal | None
     empty_since_ms: int
     now_ms: int
 
+    @property
+    def around(self) -> Around:
+        """What placements depend on."""
+        return Around(self.config, self.domains, self.loads)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class NextView:
     """A view that is to be proposed."""
 
     members: tuple[Member, ...]
@@ -106,22 +167,24 @@ class _Change:
         return bool(self.dead or self.draining)
 
 
-def next_plan(s: Situation) -> Plan | str:
+def next_plan(s: Situation) -> NextView | str:
     """The view to propose now, or why there is none (empty: none is wanted)."""
     latest = s.latest
     if latest is None or s.empty_since_ms:
         return _form(s)
     change = _change(s, latest)
-    urgent = change.urgent or bool(s.revoked)
+    urgent = change.urgent or bool(s.revoked) or bool(_refused(latest, s).any())
     wanted = urgent or bool(change.joining)
     if s.unadopted >= MAX_UNADOPTED or (s.unadopted and not urgent):
         return _not_yet(s, latest) if wanted else ""
+    if not s.unadopted and not wanted and s.goal is not None and s.goal.epoch == latest.epoch:
+        return _rearranged(s, latest, s.goal)
     if not s.unadopted and not wanted and not latest.lost:
         return ""
     if s.unadopted or (urgent and len(change.stay) >= s.config.min_ranks):
         change.joining = []  # a death is answered first: a view with joiners waits for them
     plan = _evolve(s, latest, change)
-    if isinstance(plan, Plan) and len(plan.members) < s.config.min_ranks:
+    if isinstance(plan, NextView) and len(plan.members) < s.config.min_ranks:
         return (
             f"{describe_ranks(m.rank for m in plan.members)} would be left, min_ranks is "
             f"{s.config.min_ranks}; ranks must rejoin first"
@@ -180,7 +243,7 @@ def _not_yet(s: Situation, latest: View) -> str:
 # ---- the first view, and the first after all members died
 
 
-def _form(s: Situation) -> Plan | str:
+def _form(s: Situation) -> NextView | str:
     config = s.config
     ready = [seat.member for _, seat in sorted(s.seats.items()) if joinable(seat, s.connected)]
     first = s.latest is None
@@ -201,13 +264,8 @@ def _form(s: Situation) -> Plan | str:
                 f"{config.geometry.experts} slots in all are needed"
             )
         reason = f"all earlier members died; {len(members)} ranks attached anew"
-    placement = round_robin(
-        config.geometry,
-        [m.rank for m in members],
-        config.spare_copies,
-        {m.rank: m.node for m in members},
-    )
-    return Plan(
+    placement = first_placement(s.around, members)
+    return NextView(
         members=tuple(members),
         placement=placement,
         forms=True,
@@ -221,87 +279,107 @@ def _form(s: Situation) -> Plan | str:
 # ---- every other view
 
 
-def _evolve(s: Situation, latest: View, change: _Change) -> Plan | str:
+def _evolve(s: Situation, latest: View, change: _Change) -> NextView | str:
     """A view that follows `latest`; empty when nothing would change."""
-    config = s.config
-    base = _revoke(latest, s)
-    gone = [m.rank for m in (*change.dead, *change.called_off)]
-    placement, _ = without(base, gone)
+    experts = s.config.geometry.experts
     members = sorted((*change.stay, *change.joining))
     ranks = [m.rank for m in members]
+    leaving = [m.rank for m in change.draining]
     joiners = frozenset(m.rank for m in change.joining)
+    table = keep(_revoke(latest, s), (*(m.rank for m in change.stay), *leaving))
     if joiners:
-        there = sorted((*members, *change.draining))
-        placement = admit(
-            placement,
-            config.geometry,
-            joiners,
-            [m.rank for m in there],
-            spare=config.spare_copies,
-            nodes={m.rank: m.node for m in there},
-        )
-    with_draining = placement
-    if change.draining:
-        placement, _ = without(placement, [m.rank for m in change.draining])
-    repair = config.lost_experts is LostExperts.REFUSE or not change.dead
-    if repair and ranks and placement.lost_experts(ranks):
+        table = admit(s.around, table, joiners, sorted((*members, *change.draining)), leaving)
+    with_draining = table
+    table = keep(table, ranks)
+    lost = _to_restore(s, table, experts)
+    repair = s.config.lost_experts is LostExperts.REFUSE or not change.dead
+    if repair and ranks and lost.any():
         may = [m.rank for m in members if (m.rank, m.incarnation) not in s.cannot_load]
-        placement = restore(placement, ranks, may, s.in_use or ())
-        usable = _usable(s, may, placement)
-        placement = fill_lost(placement, ranks, usable)
-        lost = placement.lost_experts(ranks)
-        if lost:
-            emptied = make_room(placement, may, usable)
-            if emptied != placement and change.draining:
+        used = [placement.slot_expert for placement in s.in_use or ()]
+        table = restore(table, lost, may, used)
+        usable = _usable(s, may, table)
+        table = fill_lost(table, _to_restore(s, table, experts), usable)
+        lost = _to_restore(s, table, experts)
+        if lost.any():
+            free = _usable(s, may, table)
+            roomy = make_room(table, lost, may, free)
+            if change.draining and not np.array_equal(roomy, table):
                 # The room is made while the leaving ranks still serve; the next view fills it.
-                placement = _emptied(with_draining, placement, emptied)
+                gone = (table != EMPTY) & (roomy == EMPTY)
+                table = np.where(gone, np.int32(EMPTY), with_draining)
                 members = sorted((*members, *change.draining))
                 change.draining = []
-            elif emptied != placement:
-                placement = emptied
-    if members == list(latest.members) and placement == latest.placement:
+            else:
+                table = roomy
+    if members == list(latest.members) and np.array_equal(table, latest.placement.slot_expert):
         return ""
-    filled = frozenset(m.rank for m in change.stay if _gained(latest.placement, placement, m.rank))
-    return Plan(
+    placement = split(s.around, table, members)
+    return NextView(
         members=tuple(members),
         placement=placement,
         forms=False,
         joiners=joiners,
         called_off=frozenset(m.rank for m in change.called_off),
-        filled=filled,
+        filled=_filled(latest, placement, change.stay),
         reason=_reason(s, latest, change, placement, ranks),
     )
 
 
-def _usable(s: Situation, ranks: Sequence[int], placement: Placement) -> Usable:
+def _rearranged(s: Situation, latest: View, goal: Goal) -> NextView:
+    """The same members, and experts where the background wants them."""
+    return NextView(
+        members=latest.members,
+        placement=goal.placement,
+        forms=False,
+        joiners=frozenset(),
+        called_off=frozenset(),
+        filled=_filled(latest, goal.placement, latest.members),
+        reason=goal.reason[:_MAX_REASON],
+    )
+
+
+def _to_restore(s: Situation, table: Int32Array, experts: int) -> NDArray[np.bool_]:
+    """Mask [layers, experts]: no slot names the expert, and somebody may be able to load it."""
+    lost = lost_mask(table, experts)
+    for layer, expert in s.unrestorable:
+        lost[layer, expert] = False
+    return lost
+
+
+def _usable(s: Situation, ranks: Sequence[int], table: Int32Array) -> Usable:
     if s.in_use is None:  # somebody may read any slot: nothing can be filled yet
-        return np.zeros(placement.slot_expert.shape, np.bool_)
-    return usable_slots(ranks, [placement, *s.in_use])
+        return np.zeros(table.shape, np.bool_)
+    return usable_slots(ranks, [table, *(placement.slot_expert for placement in s.in_use)])
 
 
-def _gained(old: Placement, new: Placement, rank: int) -> bool:
-    before, after = old.slot_expert[:, rank], new.slot_expert[:, rank]
-    return bool(((after != before) & (after != EMPTY)).any())
+def _filled(latest: View, placement: Placement, members: Sequence[Member]) -> frozenset[int]:
+    """Members that get new content in some slot."""
+    before, after = latest.placement.slot_expert, placement.slot_expert
+    gains = ((after != before) & (after != EMPTY)).any(axis=(0, 2))
+    return frozenset(member.rank for member in members if gains[member.rank])
 
 
-def _revoke(latest: View, s: Situation) -> Placement:
-    """The latest placement without what the revoked ranks could not load."""
-    if not s.revoked or not s.in_use:
-        return latest.placement
-    table = latest.placement.slot_expert.copy()
-    before = s.in_use[0].slot_expert
-    for rank in s.revoked:
-        table[:, rank] = np.where(table[:, rank] == before[:, rank], table[:, rank], EMPTY)
-    weights = spread(table, np.zeros(table.shape, np.uint32), latest.placement.experts)
-    return Placement(experts=latest.placement.experts, slot_expert=table, slot_weight=weights)
+def _refused(latest: View, s: Situation) -> NDArray[np.bool_]:
+    """Slots that the latest view wants filled with what nothing can supply."""
+    table = latest.placement.slot_expert
+    if not s.unrestorable or not s.in_use or s.pending is None:
+        return np.zeros(table.shape, np.bool_)
+    wanted = np.zeros((table.shape[0], latest.placement.experts), np.bool_)
+    for layer, expert in s.unrestorable:
+        wanted[layer, expert] = True
+    new = (table != EMPTY) & (table != s.in_use[0].slot_expert)
+    refused: NDArray[np.bool_] = new & wanted[np.arange(len(table))[:, None, None], table]
+    return refused
 
 
-def _emptied(placement: Placement, before: Placement, after: Placement) -> Placement:
-    """`placement` without the slots that went from full in `before` to empty in `after`."""
-    gone = (before.slot_expert != EMPTY) & (after.slot_expert == EMPTY)
-    table = np.where(gone, np.int32(EMPTY), placement.slot_expert)
-    weights = spread(table, np.zeros(table.shape, np.uint32), placement.experts)
-    return Placement(experts=placement.experts, slot_expert=table, slot_weight=weights)
+def _revoke(latest: View, s: Situation) -> Int32Array:
+    """The latest slots without what the revoked ranks could not load, or nothing can supply."""
+    table = np.where(_refused(latest, s), np.int32(EMPTY), latest.placement.slot_expert)
+    for rank in s.revoked if s.in_use else ():
+        assert s.in_use is not None
+        before = s.in_use[0].slot_expert[:, rank]
+        table[:, rank] = np.where(table[:, rank] == before, table[:, rank], EMPTY)
+    return table
 
 
 def _reason(
@@ -316,6 +394,8 @@ def _reason(
     parts += [f"rank {m.rank} has to join later" for m in change.called_off]
     parts += [f"rank {m.rank} joins (incarnation {m.incarnation})" for m in change.joining]
     parts += [f"rank {rank} could not load what it was given" for rank in sorted(s.revoked)]
+    if _refused(latest, s).any():
+        parts.append("nobody can supply some experts")
     lost = len(placement.lost_experts(ranks))
     before = len(latest.lost)
     if before and lost < before:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticep.control import events as ev
+from elasticep.control.arrange import Int64Array
 from elasticep.control.events import Outcome
 from elasticep.control.placement import Placement
-from elasticep.control.proposals import MAX_UNADOPTED, Pending
+from elasticep.control.proposals import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.seats import FLAP_WINDOW_MS, Phase, Seat
 from elasticep.control.views import Member, View
 from elasticep.group import GroupConfig
@@ -52,6 +53,11 @@ class GroupState:
         left: members that ended since the last adopted view.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content.
+        unrestorable: (layer, expert) pairs that nothing could supply.
+        domains: node -> domain, of nodes that said hello.
+        loads: int64 [layers, experts], what to plan for; None: not known.
+        goal: what the background wants next; asked once.
+        adopted_ms: when the latest view was adopted.
         empty_since_ms: when the last member ended; 0: there are members.
         waiting: why no further view is proposed; empty: none is wanted.
         dirty: something happened since it was last asked which view comes next.
@@ -70,6 +76,11 @@ class GroupState:
     left: list[Left] = field(default_factory=list)
     revoked: set[int] = field(default_factory=set)
     cannot_load: set[tuple[int, int]] = field(default_factory=set)
+    unrestorable: set[tuple[int, int]] = field(default_factory=set)
+    domains: dict[str, str] = field(default_factory=dict)
+    loads: Int64Array | None = None
+    goal: Goal | None = None
+    adopted_ms: int = 0
     empty_since_ms: int = 0
     waiting: str = ""
     dirty: bool = True
@@ -85,7 +96,7 @@ class GroupState:
 
     def _restore(self, saved: Saved, now_ms: int) -> None:
         view = saved.view
-        self.view, self.adopted = view, saved.adopted
+        self.view, self.adopted, self.adopted_ms = view, saved.adopted, now_ms
         self.history.extend(saved.history)
         for record in saved.seats:
             if record.rank in self.seats:
