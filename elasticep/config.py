@@ -22,6 +22,7 @@ from elasticep.errors import ConfigError
 
 CONFIG_VARIABLE = "ELASTICEP_CONFIG"
 MAX_SEAT_RANK = 65_535
+MAX_DEVICE = 1023
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108 with its end; some is left for suffixes
 # Kubernetes gives every pod such variables for a service named elasticep-controller.
 _KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_\w+)$")
@@ -73,6 +74,16 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
         raise ValueError("a list of strings, or one string with commas")
     return tuple(value)
+
+
+def _devices(value: Any) -> tuple[int, ...]:
+    if isinstance(value, int):
+        value = [value]
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of device numbers, or one string with commas")
+    return tuple(_whole(0, MAX_DEVICE)(item) for item in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +263,8 @@ class DaemonConfig:
         listen: TCP address for other daemons; empty: Unix socket only.
         controllers: addresses of all controllers, leader or not.
         seats: ranks offered, as "group:0-3,6".
+        devices: CUDA devices, which a group's seats here take in turn; none: 0, 1, ...
+        load_interval_ms: how often the load of experts is reported; 0: never.
         fault_injection: whether `InjectFault` is served.
         metrics_port: port of `/metrics`; 0: any free one, -1: none.
         metrics_host: interface of `/metrics`.
@@ -264,6 +277,8 @@ class DaemonConfig:
     listen: str = _setting(_text, default="")
     controllers: tuple[str, ...] = _setting(_texts, default=())
     seats: tuple[GroupSeats, ...] = _setting(parse_seats, default=())
+    devices: tuple[int, ...] = _setting(_devices, default=())
+    load_interval_ms: int = _setting(_whole(0, 3_600_000), default=1_000)
     fault_injection: bool = _setting(_yes_no, default=False)
     metrics_port: int = _setting(_whole(-1, 65_535), default=-1)
     metrics_host: str = _setting(_text, default="127.0.0.1")

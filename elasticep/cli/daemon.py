@@ -17,6 +17,7 @@ _DAEMON_FLAGS = (
     ("--listen", "host:port for other daemons; default: Unix socket only."),
     ("--controllers", "Addresses of all controllers, with commas."),
     ("--seats", 'Ranks offered: "group:0-3,6", several with ";".'),
+    ("--devices", "CUDA devices of the seats, with commas; default: 0, 1, ..."),
     ("--metrics-port", "Port of /metrics; 0: any free one, -1: none."),
     ("--metrics-host", "Interface of /metrics."),
     ("--tls-cert", "PEM certificate for mutual TLS."),

@@ -1,7 +1,9 @@
 """One group on one node: sizes, seats, peers' memory, and who its members are."""
 
+import dataclasses
 from collections.abc import Iterable
 
+from elasticep.device import Device
 from elasticep.errors import ElasticEPError
 from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct, timeouts_struct
@@ -31,6 +33,7 @@ class Group:
         stager: carries proposed views to the runners.
         members: rank -> (incarnation, node) in the newest proposed view.
         nodes: node -> its daemon.
+        on_gpu: whether the data regions are GPU memory.
 
     Raises:
         ConfigError: the native core cannot do this geometry.
@@ -43,6 +46,9 @@ class Group:
         self.key = key
         self.geometry = geometry_struct(config)
         self.layout = layout(self.geometry)
+        self.on_gpu = config.device is Device.CUDA
+        if self.on_gpu:
+            self.layout = dataclasses.replace(self.layout, data_bytes=0)
         self.keepers: dict[int, SeatKeeper] = {
             rank: SeatKeeper(node, self, rank, key * _SEAT_KEYS + rank)
             for rank in ranks
@@ -76,6 +82,30 @@ class Group:
             data_bytes=self.layout.data_bytes,
         )
         return memory
+
+    def memory_on_device(self, rank: int, data_fd: int) -> SeatMemory:
+        """A seat's memory around data that an allocator made; the descriptor is taken over.
+
+        Raises:
+            MemoryShort: no room for the header.
+        """
+        timeouts = timeouts_struct(self.config.timeouts)
+        memory = SeatMemory.around(data_fd, self.name, rank, self.geometry, self.layout, timeouts)
+        self.node.log.info("memory.taken", group=self.name, rank=rank, device=self.device_of(rank))
+        return memory
+
+    def device_of(self, rank: int) -> int:
+        """The CUDA device of a seat: the seats of a group take this node's devices in turn."""
+        place = sorted(self.keepers).index(rank)
+        devices = self.node.config.devices
+        return devices[place % len(devices)] if devices else place
+
+    def ranks_on_device(self, rank: int) -> int:
+        """Seats of this node whose kernels share the GPU of `rank`; 0 without GPUs."""
+        if not self.on_gpu:
+            return 0
+        device = self.device_of(rank)
+        return sum(self.device_of(other) == device for other in self.keepers)
 
     def mark_dead(self, rank: int, incarnation: int) -> None:
         """Set the dead word of an incarnation in every header that this node knows."""

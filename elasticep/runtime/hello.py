@@ -91,6 +91,9 @@ class Reception:
             case MessageType.FETCH if owner is None or owner.role is Role.PEER:
                 connection.owner = _Owner(None, Role.PEER)
                 self._fetch(connection, message)
+            case MessageType.MEMORY if _allocates(owner, connection):
+                owner.keeper.allocation.take(message, fds)
+                connection.close("its memory was taken")
             case MessageType.STAGED if _runs(owner, connection):
                 owner.keeper.group.stager.staged(owner.keeper, message)
             case MessageType.ADOPTED if _runs(owner, connection):
@@ -110,6 +113,10 @@ class Reception:
             )
         keeper = ticket.owner
         seat = keeper.seat
+        if role is Role.WORKER and keeper.allocation.expects(connection.peer.pid):
+            connection.owner = _Owner(keeper, role)
+            keeper.allocation.welcome(connection)
+            return
         if seat.incarnation != ticket.incarnation or not seat.live or keeper.memory is None:
             raise Refused(
                 Error.EFENCED,
@@ -143,6 +150,7 @@ class Reception:
                 a=keeper.seat.incarnation,
                 b=keeper.seat.launch,
                 c=keeper.group.layout.digest,
+                d=keeper.group.ranks_on_device(keeper.rank),
                 text=keeper.group.name,
                 body=bytes(keeper.group.geometry),
             ),
@@ -242,6 +250,16 @@ def _role(message: Message) -> Role:
         if role is not Role.PEER:
             return role
     raise Refused(Error.EINVAL, f"a hello in role {message.a}; workers say 1, engines 2")
+
+
+def _allocates(owner: object, connection: Connection) -> bool:
+    """Whether this connection is that of a seat's allocator."""
+    return (
+        isinstance(owner, _Owner)
+        and owner.keeper is not None
+        and owner.role is Role.WORKER
+        and owner.keeper.allocation.expects(connection.peer.pid)
+    )
 
 
 def _runs(owner: object, connection: Connection) -> bool:

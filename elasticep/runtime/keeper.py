@@ -17,6 +17,7 @@ from elasticep.native.region import HeaderStatus
 from elasticep.native.structs import Holder, Launch, MessageType, Role
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.runtime import seats
+from elasticep.runtime.allocation import Allocation
 from elasticep.runtime.liveness.exits import ExitGate
 from elasticep.runtime.liveness.process import Process
 from elasticep.runtime.liveness.spawn import spawn_worker
@@ -50,6 +51,7 @@ class SeatKeeper:
         worker, engine: their processes, None when there is none.
         runner_link: connection of whoever runs the kernels.
         engine_link: connection of the engine.
+        allocation: who makes the memory, on a GPU.
         changed: notified after every event.
         granted_ns: CLOCK_MONOTONIC of the last grant.
     """
@@ -70,6 +72,7 @@ class SeatKeeper:
         self.reserved_pid = 0
         self.killed_ns = 0  # when a fault was injected
         self.ended_ns = 0  # when the last incarnation was expelled
+        self.allocation = Allocation(self)
         self._gate = ExitGate()
         self._events: deque[seats.Event] = deque()
         self._running = False
@@ -145,6 +148,10 @@ class SeatKeeper:
         self.reserved_pid = 0
         try:
             memory = self.memory
+            if memory is None and self.group.on_gpu:
+                self.granted_ns = time.monotonic_ns()
+                self.allocation.start(incarnation)
+                return True
             if memory is None:
                 memory = self.group.create_memory(self.rank)
                 self.take_memory(memory)
@@ -403,6 +410,7 @@ class SeatKeeper:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        self.allocation.stop()
         self._forget_processes()
         self._drop_memory()
 

@@ -21,6 +21,7 @@ class Limits:
         ticket_s: how long a ticket may be shown.
         hello_s: how long a new connection may stay silent.
         worker_start_s: a worker that does not hold its lock by then is killed.
+        allocate_s: a seat whose GPU memory is not there by then ends.
         engine_grace_s: how long a fenced engine may keep its lock before it is killed.
         lock_echo_s: how long a process's exit waits for the watcher's word of its locks.
         restart_backoff_s: wait after the first start of a worker that failed; doubles each time.
@@ -40,6 +41,7 @@ class Limits:
     ticket_s: float = 10.0
     hello_s: float = 5.0
     worker_start_s: float = 10.0
+    allocate_s: float = 60.0
     engine_grace_s: float = 1.0
     lock_echo_s: float = 0.2
     restart_backoff_s: float = 0.1

@@ -145,7 +145,8 @@ class NodeOrders:
                 f"rank {grant.rank} is beyond geometry.max_ranks "
                 f"({config.geometry.max_ranks}) of group {config.name!r}"
             )
-        keeper.apply(seats.Granted(grant.incarnation))
+        allocate = group.on_gpu and keeper.memory is None
+        keeper.apply(seats.Granted(grant.incarnation, allocate))
 
     def _group(self, name: str) -> Group:
         group = self._registry.groups.get(name)

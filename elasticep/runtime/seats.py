@@ -15,7 +15,7 @@ Invariants, in this order of effects:
    carries its incarnation.
 
 Under inline launch there is no worker: the engine's process holds both locks, and it is gone when
-both are released.
+both are released. It starts READY, unless its memory is on a GPU and has to be made first.
 """
 
 import dataclasses
@@ -98,7 +98,18 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The controller gives the seat to a new incarnation."""
+    """The controller gives the seat to a new incarnation.
+
+    `allocate`: it has no memory yet, and a process of its own must make it first (on a GPU).
+    """
+
+    incarnation: int
+    allocate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """The memory of a seat that had none is there."""
 
     incarnation: int
 
@@ -167,7 +178,18 @@ class GraceOver:
     incarnation: int
 
 
-Event = Granted | Connected | Disconnected | Held | Died | Released | Exited | Ended | GraceOver
+Event = (
+    Granted
+    | Allocated
+    | Connected
+    | Disconnected
+    | Held
+    | Died
+    | Released
+    | Exited
+    | Ended
+    | GraceOver
+)
 
 
 # ---- effects
@@ -257,13 +279,20 @@ def _granted(seat: Seat, event: Granted) -> Next:
     after = dataclasses.replace(
         seat,
         incarnation=event.incarnation,
-        state=SeatState.STARTING if service else SeatState.READY,
+        state=SeatState.STARTING if service or event.allocate else SeatState.READY,
         cause="",
         runner=Half.RUNNING if service else Half.GONE,
         engine=Half.GONE,
     )
     start = Start(event.incarnation)
-    return after, (start,) if service else (start, Report(after.state))
+    return after, (start,) if after.state is SeatState.STARTING else (start, Report(after.state))
+
+
+def _allocated(seat: Seat, event: Allocated) -> Next:
+    if seat.launch is Launch.SERVICE:
+        return seat, ()
+    after = dataclasses.replace(seat, state=SeatState.READY, failed_starts=0)
+    return after, (Report(after.state),)
 
 
 def _refuse_grant(seat: Seat, event: Granted) -> Next:
@@ -402,6 +431,7 @@ _LIVE = (SeatState.STARTING, SeatState.READY, SeatState.ATTACHED)
 _TABLE: dict[tuple[SeatState, type], Callable[..., Next]] = {
     (SeatState.EMPTY, Granted): _granted,
     (SeatState.ENDING, Granted): _refuse_grant,
+    (SeatState.STARTING, Allocated): _allocated,
     (SeatState.READY, Connected): _connected,
     (SeatState.READY, Disconnected): _disconnected,
     (SeatState.ENDING, Disconnected): _disconnected,

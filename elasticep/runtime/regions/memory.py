@@ -1,4 +1,8 @@
-"""A rank's two memfds: header and data. Whoever holds the descriptors keeps the memory alive."""
+"""A rank's header and data by descriptor. Whoever holds the descriptors keeps the memory alive.
+
+Both are memfds; on a GPU the data is memory that another process exported, and `Layout.data_bytes`
+is 0: only who maps it can tell whether it fits.
+"""
 
 import fcntl
 import os
@@ -11,7 +15,7 @@ _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 class SeatMemory:
-    """Header and data memfd of one rank, the header mapped.
+    """Header and data of one rank, the header mapped.
 
     Attributes:
         header_fd, data_fd: descriptors, owned.
@@ -38,10 +42,27 @@ class SeatMemory:
             MemoryShort: names the bytes asked for and available. Nothing is left behind.
         """
         name = f"elasticep-{group}-{rank}"
-        header_fd = create_memory(f"{name}-header", layout.header_bytes)
-        data_fd = -1
+        data_fd = create_memory(f"{name}-data", layout.data_bytes)
+        return cls.around(data_fd, group, rank, geometry, layout, timeouts)
+
+    @classmethod
+    def around(
+        cls,
+        data_fd: int,
+        group: str,
+        rank: int,
+        geometry: abi.Geometry,
+        layout: Layout,
+        timeouts: abi.Timeouts,
+    ) -> "SeatMemory":
+        """A new header for data that is there; `data_fd` is owned from now on.
+
+        Raises:
+            MemoryShort: names the bytes asked for and available. Nothing is left behind.
+        """
+        header_fd = -1
         try:
-            data_fd = create_memory(f"{name}-data", layout.data_bytes)
+            header_fd = create_memory(f"elasticep-{group}-{rank}-header", layout.header_bytes)
             format_header(header_fd, geometry, rank, timeouts)
             return cls(header_fd, data_fd, Header(header_fd, layout.digest))
         except BaseException:
@@ -60,7 +81,8 @@ class SeatMemory:
                 ("header", header_fd, layout.header_bytes),
                 ("data", data_fd, layout.data_bytes),
             ):
-                check_memory(what, fd, size)
+                if size:
+                    check_memory(what, fd, size)
             header = Header(header_fd, layout.digest)
         except BaseException:
             _close(header_fd, data_fd)
