@@ -98,7 +98,7 @@ class TensorSpec:
     Attributes:
         name: as `session.weights(layer)` will call it: letters, digits, "_", "." and "-".
         dtype: of its elements; a `WeightDtype` or its name.
-        shape: of one expert's tensor, 1 to 8 dimensions, each at least 1.
+        shape: of one expert's tensor, at most 8 dimensions, each at least 1; () is a number.
     """
 
     name: str
@@ -120,12 +120,12 @@ class TensorSpec:
         shape = self.shape
         if (
             not isinstance(shape, (list, tuple))
-            or not 1 <= len(shape) <= MAX_DIMENSIONS
+            or len(shape) > MAX_DIMENSIONS
             or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in shape)
         ):
             raise ConfigError(
-                f"weights.{self.name}.shape is {shape!r}; give 1 to {MAX_DIMENSIONS} whole numbers "
-                "above 0, the shape of one expert's tensor"
+                f"weights.{self.name}.shape is {shape!r}; give at most {MAX_DIMENSIONS} whole "
+                "numbers above 0, the shape of one expert's tensor"
             )
         object.__setattr__(self, "shape", tuple(shape))
 
@@ -275,7 +275,7 @@ def split_unit(spec: WeightSpec, data: Buffer) -> dict[str, NDArray[Any]]:
         raise WeightsError(f"{len(view)} bytes are no unit, which has {spec.unit_bytes}")
     return {
         tensor.name: np.frombuffer(view[start:end], tensor.dtype.numpy).reshape(tensor.shape)
-        for tensor, start, end in zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=True)
+        for tensor, start, end in zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False)
     }
 
 
