@@ -171,7 +171,7 @@ def _header(path: Path, file: Any, size: int) -> tuple[int, dict[str, Any]]:
         )
     try:
         plain = json.loads(file.read(length))
-    except ValueError:
+    except (ValueError, RecursionError):
         plain = None
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path} has no JSON header: it is no safetensors file")
