@@ -23,6 +23,7 @@ SUBCOMMANDS: dict[str, str] = {
     "group": "Create and inspect groups.",
     "status": "Show members, views and health.",
     "placement": "Plan, show and compare placements of experts.",
+    "checkpoint": "Show the experts of a checkpoint, and whether they are whole.",
     "plan": "Compare the ways to exchange rows, for a model and a group size.",
     "rebalance": "Ask for a rebalance of a group's experts.",
     "drain": "Take ranks out of service.",

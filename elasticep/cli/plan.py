@@ -247,6 +247,7 @@ def _report(
         "row_bytes": spec.dispatch_dtype.row_bytes(shape.hidden),
         "combine_row_bytes": spec.combine_dtype.row_bytes(shape.hidden),
         "expert_bytes": shape.expert_bytes,
+        "arena_bytes": geometry.layers * geometry.slots_per_rank * shape.expert_bytes,
         "expert_weight_bytes_per_step": shape.weight_bytes_per_step(ranks, tokens),
         "presets": [asdict(row) for row in plans],
         "auto": {
@@ -269,7 +270,8 @@ def _print_table(report: dict[str, Any], plans: list[PresetPlan]) -> None:
             "for a token's own rank, remote bytes do not. AUTO is NORMAL for steps with prompt "
             f"tokens, else LOW_LATENCY ({report['auto']['buffer_bytes'] / GB:.3f} GB). "
             f"One expert: {report['expert_bytes'] / 1e6:.1f} MB ({model['weights']}); a rank reads "
-            f"{report['expert_weight_bytes_per_step'] / GB:.1f} GB of them per step."
+            f"{report['expert_weight_bytes_per_step'] / GB:.1f} GB of them per step and holds "
+            f"{report['arena_bytes'] / GB:.1f} GB in {report['slots_per_rank']} slots per layer."
         ),
         caption_justify="left",
     )
