@@ -9,6 +9,7 @@
     ├── TensorError            wrong dtype, shape, device or ids out of range
     ├── NativeError            the native library is missing or refused a call
     ├── MemoryShort            memory could not be reserved
+    ├── DeviceFailed           a GPU, or this process's context on it, failed
     ├── AttachError            a rank could not be attached
     │   ├── DaemonUnavailable  no daemon behind the socket
     │   ├── UnknownGroup       the daemon serves no such group
@@ -85,6 +86,12 @@ class MemoryShort(ElasticEPError):
     """Memory could not be reserved."""
 
     reason = "MEMORY_SHORT"
+
+
+class DeviceFailed(ElasticEPError):
+    """A GPU, or this process's context on it, failed; every further call on it fails, too."""
+
+    reason = "DEVICE_FAILED"
 
 
 class AttachError(ElasticEPError):

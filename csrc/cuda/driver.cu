@@ -1,5 +1,6 @@
 #include "driver.h"
 
+#include <cerrno>
 #include <mutex>
 
 namespace epc {
@@ -29,9 +30,17 @@ const Driver* driver() {
   return nullptr;
 }
 
+// After these the context is over, and every call fails, whoever makes it.
+bool broken(cudaError_t status) {
+  return status == cudaErrorECCUncorrectable || (status >= cudaErrorIllegalAddress && status <= cudaErrorLaunchTimeout) ||
+         (status >= cudaErrorAssert && status <= cudaErrorLaunchFailure) || status == cudaErrorUnknown;
+}
+
 int check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return 0;
   cudaGetLastError();
+  if (broken(status))
+    return ep::fail(-EIO, "%s found the device in an error that a kernel before it left behind: %s", what, cudaGetErrorString(status));
   return ep::fail(EP_EUSAGE, "%s: %s", what, cudaGetErrorString(status));
 }
 

@@ -21,7 +21,9 @@ struct Driver {
 // The loaded driver, or nullptr with the reason in ep_last_error().
 const Driver* driver();
 
-// 0, or EP_EUSAGE with a sentence that names the call.
+// Whether this error ends the context.
+bool broken(cudaError_t status);
+// 0, or EP_EUSAGE with a sentence that names the call; -EIO when the context is over.
 int check(cudaError_t status, const char* what);
 int check(CUresult status, const char* what);
 

@@ -139,6 +139,8 @@ EP_API int epc_session_open(const char* socket_path, const char* ticket, uint32_
 EP_API void epc_session_close(epc_session* session);
 /* Its context, for the calls above; epc_peer_* and epc_stage* are the session's own business. */
 EP_API epc_context* epc_session_context(epc_session* session);
+/* What the group's sizes are, and the device that holds the rank's memory. */
+EP_API int epc_session_geometry(epc_session* session, ep_geometry* out, uint32_t* device);
 EP_API int epc_session_status(epc_session* session, ep_status* out);
 /* As ep_session_fenced: 1 if fenced, else 0. */
 EP_API int epc_session_fenced(epc_session* session, uint64_t* epoch, char* text, uint64_t text_size);

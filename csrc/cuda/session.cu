@@ -232,6 +232,12 @@ void epc_session_close(epc_session* s) {
 
 epc_context* epc_session_context(epc_session* s) { return s->context.get(); }
 
+int epc_session_geometry(epc_session* s, ep_geometry* out, uint32_t* device) {
+  *out = s->geometry;
+  *device = s->context->config.device;
+  return 0;
+}
+
 int epc_session_status(epc_session* s, ep_status* out) {
   ep::snapshot(s->header(), out);
   out->incarnation = s->link.incarnation;  // the header's may be a successor's
@@ -304,7 +310,7 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
     if (status == cudaSuccess)
       return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
                       static_cast<unsigned long long>(count));
-    return ep::fail(EP_EUSAGE, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
+    return ep::fail(-EIO, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
                     s->context->config.device, s->link.rank, static_cast<unsigned long long>(count), static_cast<unsigned long long>(record.ended),
                     cudaGetErrorString(status));
   }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
 from elasticep.config import ClientConfig, load_config
-from elasticep.errors import ConfigError, DaemonUnavailable
+from elasticep.device import Device
+from elasticep.errors import ConfigError, DaemonUnavailable, GroupMismatch, Unavailable
 from elasticep.group import GroupConfig
 from elasticep.native import abi
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 _DETACH_TIMEOUT_S: Final = 2.0
+_ARENA_TIMEOUT_S: Final = 5.0  # a daemon that restarts is back by then
+_RETRY_S: Final = 0.05
 _ANSWER_MARGIN_S: Final = 2.0  # the daemon's own deadline runs out first and says why
 
 
@@ -40,7 +43,8 @@ def attach(
         timeout: seconds until the rank must be ready for use.
 
     Returns:
-        The session; detach it, or use it with `with`.
+        The session; detach it, or use it with `with`. Of a group with `device = "cuda"` it is a
+        `CudaSession`.
 
     Raises:
         DaemonUnavailable: nobody answers behind the socket.
@@ -58,6 +62,8 @@ def attach(
     if config is not None:
         agreed.require_same(config)
     left_ms = max(1, round((deadline - time.monotonic()) * 1000))
+    if agreed.device is Device.CUDA:
+        return _attach_cuda(answer, agreed, settings, left_ms)
     handle = NativeHandle(answer.fd_socket, answer.ticket, left_ms)
     return Session(
         handle,
@@ -65,6 +71,24 @@ def attach(
         rank=settings.rank,
         incarnation=answer.incarnation,
         release=lambda: _release(settings, answer.incarnation),
+        open_arena=lambda: _open_arena(answer.fd_socket, agreed, settings.rank),
+    )
+
+
+def _attach_cuda(
+    answer: "node_pb2.AttachResponse", agreed: GroupConfig, settings: ClientConfig, left_ms: int
+) -> Session:
+    from elasticep.client.cuda_handle import CudaHandle
+    from elasticep.client.cuda_session import CudaSession
+
+    inc = answer.incarnation
+    handle = CudaHandle(answer.fd_socket, answer.ticket, left_ms, settings.rank, inc)
+    return CudaSession(
+        handle,
+        agreed,
+        rank=settings.rank,
+        incarnation=inc,
+        release=lambda: _release(settings, inc),
     )
 
 
@@ -139,6 +163,29 @@ def _layout_digest(config: GroupConfig) -> int:
     code = abi.api().ep_layout(ctypes.byref(geometry), ctypes.byref(info))
     abi.check(code, f"memory layout of group {config.name!r}")
     return int(info.digest)
+
+
+def _open_arena(fd_socket: str, config: GroupConfig, rank: int) -> int:
+    """A descriptor of the rank's expert weights; a daemon that is just away is waited for."""
+    from elasticep.handover import fetch_arena
+
+    deadline = time.monotonic() + _ARENA_TIMEOUT_S
+    while True:
+        try:
+            arena = fetch_arena(fd_socket, config.name, rank, _ARENA_TIMEOUT_S)
+            break
+        except Unavailable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
+    layout = config.arena_layout()
+    if layout is None or arena.digest != layout.digest():
+        os.close(arena.fd)
+        raise GroupMismatch(
+            f"the daemon lays out the expert weights of group {config.name!r} in another way than "
+            "this engine; install one version everywhere"
+        )
+    return arena.fd
 
 
 def _release(settings: ClientConfig, incarnation: int) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from elasticep.client.exchange import Exchange
 from elasticep.client.received import Received
+from elasticep.device import Device
 from elasticep.errors import UsageError
 from elasticep.spec import ExchangeSpec
 
@@ -31,8 +32,9 @@ class AutoExchange:
         decode, prefill = spec.parts()
         self.name = name
         self.spec = spec
-        self.decode = Exchange(session, name, decode, numbers[0])
-        self.prefill = Exchange(session, name, prefill, numbers[1])
+        kind = _kind_of(session)
+        self.decode = kind(session, name, decode, numbers[0])
+        self.prefill = kind(session, name, prefill, numbers[1])
         self._session = session
 
     @property
@@ -121,4 +123,12 @@ def make_exchange(
     """The exchange of a spec; one with a prefill part has two native numbers."""
     if len(numbers) > 1:
         return AutoExchange(session, name, spec, numbers)
-    return Exchange(session, name, spec, numbers[0])
+    return _kind_of(session)(session, name, spec, numbers[0])
+
+
+def _kind_of(session: "Session") -> type[Exchange]:
+    if session.config.device is Device.CPU:
+        return Exchange
+    from elasticep.client.cuda_exchange import CudaExchange
+
+    return CudaExchange

@@ -4,7 +4,7 @@ What `dispatch` returns are tensors over that memory, not copies. Everything tha
 in is checked before a byte is written, so a wrong call raises here and no rank sees garbage.
 """
 
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "Received"]
 
 _Rows = tuple[torch.Tensor, torch.Tensor | None, float]  # x, its scales, global scale
-_CODES: Final = {
+CODES: Final = {
     torch.float32: abi.Dtype.FP32,
     torch.float16: abi.Dtype.FP16,
     torch.bfloat16: abi.Dtype.BF16,
 }
 
 
-class _Flight:
+class Flight:
     """One channel's exchange under way."""
 
     __slots__ = ("dtype", "layer", "lost", "phase", "received", "step", "tokens")
@@ -48,7 +48,7 @@ class _Flight:
         self.dtype = dtype
         self.phase = "sent"  # then "received", "combining"
         self.received: Received | None = None
-        self.lost: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self.lost: Any = None  # uint8 [tokens], where this exchange's memory is
 
 
 class Exchange:
@@ -58,6 +58,9 @@ class Exchange:
     raises `StepTorn`, which the step's `with` block takes in.
     """
 
+    _device = torch.device("cpu")
+    _where = "the CPU"
+
     def __init__(self, session: "Session", name: str, spec: ExchangeSpec, number: int) -> None:
         session.config.geometry.check_exchange(spec)
         self.name = name
@@ -66,7 +69,7 @@ class Exchange:
         self._handle = session._handle
         self._number = number
         self._serve_lost = session.config.lost_experts is LostExperts.SERVE
-        self._flights: list[_Flight | None] = [None] * spec.channels
+        self._flights: list[Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]
         self._tensors = ReceivedTensors(name, spec, session.config.geometry)
 
@@ -168,7 +171,7 @@ class Exchange:
         out = self._result(flight, out)
         self._drop(recv.channel)
         self._handle.combine(
-            self._number, recv.channel, out.data_ptr() or None, _CODES[out.dtype].value
+            self._number, recv.channel, out.data_ptr() or None, CODES[out.dtype].value
         )
         return out
 
@@ -187,7 +190,7 @@ class Exchange:
         out = self._result(flight, out)
         self._drop(channel)
         self._handle.combine_recv(
-            self._number, channel, out.data_ptr() or None, _CODES[out.dtype].value
+            self._number, channel, out.data_ptr() or None, CODES[out.dtype].value
         )
         return out
 
@@ -222,11 +225,11 @@ class Exchange:
             )
         tensors = self._check_input(rows, topk_ids, topk_weights)
         result = rows[0].dtype if rows[1] is None else torch.bfloat16
-        self._flights[channel] = _Flight(step, layer, tensors.tokens, result)
+        self._flights[channel] = Flight(step, layer, tensors.tokens, result)
         step._open_exchanges.add((self._number, channel))
         return tensors
 
-    def _flight(self, channel: int, phase: str, call: str, before: str) -> _Flight:
+    def _flight(self, channel: int, phase: str, call: str, before: str) -> Flight:
         self._session._check_usable()
         flight = self._flights[channel] if 0 <= channel < len(self._flights) else None
         if flight is None or flight.step is not self._session._step or flight.phase != phase:
@@ -236,7 +239,7 @@ class Exchange:
             )
         return flight
 
-    def _combinable(self, layer: int, recv: Received) -> _Flight:
+    def _combinable(self, layer: int, recv: Received) -> Flight:
         flight = self._flight(recv.channel, "received", "combine", "dispatch")
         if flight.received is not recv or flight.layer != layer:
             raise UsageError(
@@ -273,9 +276,9 @@ class Exchange:
                 self._wrong(name, f"shape {list(tensor.shape)}", f"[{tokens}, {geometry.topk}]")
         named = [("x", x), ("topk_ids", ids), ("topk_weights", weights)]
         for name, tensor in named if scales is None else [*named, ("x_scales", scales)]:
-            if tensor.device.type != "cpu":
+            if tensor.device != self._device:
                 self._wrong(
-                    name, f"device {tensor.device}", "the CPU, where this group's memory is"
+                    name, f"device {tensor.device}", f"{self._where}, where this rank's memory is"
                 )
             if not tensor.is_contiguous():
                 self._wrong(name, "gaps in memory", "a contiguous tensor; call .contiguous()")
@@ -286,7 +289,7 @@ class Exchange:
             )
         return DispatchInput(
             x.data_ptr() or None,
-            (_CODES[x.dtype] if scales is None else abi.Dtype[self.spec.dispatch_dtype.name]).value,
+            (CODES[x.dtype] if scales is None else abi.Dtype[self.spec.dispatch_dtype.name]).value,
             ids.data_ptr() or None,
             ids.element_size(),
             weights.data_ptr() or None,
@@ -298,7 +301,7 @@ class Exchange:
     def _check_rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> int:
         """Dtypes, and shape of the scales; gives the elements of a row of x."""
         hidden, wire = self._session.config.geometry.hidden, self.spec.dispatch_dtype
-        allowed = (WIRE[wire],) if scales is not None or not wire.quantised else tuple(_CODES)
+        allowed = (WIRE[wire],) if scales is not None or not wire.quantised else tuple(CODES)
         if x.dtype not in allowed:
             self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
         if scales is None:
@@ -316,19 +319,19 @@ class Exchange:
     def _wrong(self, name: str, has: str, needs: str) -> NoReturn:
         raise TensorError(f"{name} of exchange {self.name!r} has {has}; it needs {needs}")
 
-    def _result(self, flight: _Flight, out: torch.Tensor | None) -> torch.Tensor:
+    def _result(self, flight: Flight, out: torch.Tensor | None) -> torch.Tensor:
         shape = (flight.tokens, self._session.config.geometry.hidden)
         if out is None:
-            return torch.empty(shape, dtype=flight.dtype)
-        if out.dtype not in _CODES:
-            self._wrong("out", f"dtype {out.dtype}", " or ".join(str(dtype) for dtype in _CODES))
+            return torch.empty(shape, dtype=flight.dtype, device=self._device)
+        if out.dtype not in CODES:
+            self._wrong("out", f"dtype {out.dtype}", " or ".join(str(dtype) for dtype in CODES))
         if out.shape != shape:
             self._wrong("out", f"shape {list(out.shape)}", str(list(shape)))
-        if out.device.type != "cpu" or not out.is_contiguous():
-            self._wrong("out", "another device or gaps in memory", "a contiguous CPU tensor")
+        if out.device != self._device or not out.is_contiguous():
+            self._wrong("out", "another device or gaps in memory", f"no gaps, on {self._where}")
         return out
 
-    def _lost_buffer(self, flight: _Flight) -> int | None:
+    def _lost_buffer(self, flight: Flight) -> int | None:
         if not self._serve_lost or flight.tokens == 0:
             return None
         flight.lost = np.zeros(flight.tokens, np.uint8)
@@ -336,7 +339,7 @@ class Exchange:
 
     # ---- tensors out
 
-    def _received(self, flight: _Flight, channel: int, struct: abi.Received) -> Received:
+    def _received(self, flight: Flight, channel: int, struct: abi.Received) -> Received:
         if flight.lost is not None:
             flight.step._note_lost(flight.lost)
             token_ok = torch.from_numpy(flight.lost == 0)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticep.client.handle import SessionHandle
-from elasticep.client.step import Step
+from elasticep.client.step import Passed, Step
 from elasticep.client.view import View
 from elasticep.client.weights import EngineWeights, LoadWeights
 from elasticep.errors import (
@@ -33,6 +33,7 @@ from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
+    from elasticep.client.arena import ArenaWeights, OpenArena
     from elasticep.client.auto import AnyExchange
 
 __all__ = ["Session", "Step"]
@@ -58,6 +59,7 @@ class Session:
         rank: int,
         incarnation: int,
         release: Callable[[], None] = lambda: None,
+        open_arena: "OpenArena | None" = None,
     ) -> None:
         self.config = config
         self.rank = rank
@@ -69,6 +71,8 @@ class Session:
         self._step: Step | None = None
         self._view: View | None = None
         self._weights = EngineWeights()
+        self._open_arena = open_arena
+        self._arena: ArenaWeights | None = None
         self._exchanges: dict[str, AnyExchange] = {}
 
     # ---- steps
@@ -96,7 +100,10 @@ class Session:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout is {timeout!r} seconds; it must be positive, or None")
         limit_ms = 0 if timeout is None else max(1, round(timeout * 1000))
-        return Step(self, tokens, limit_ms, prompt)
+        return self._new_step(tokens, limit_ms, prompt)
+
+    def _new_step(self, tokens: int, timeout_ms: int, prompt: bool) -> Step:
+        return Step(self, tokens, timeout_ms, prompt)
 
     def run(
         self,
@@ -198,10 +205,10 @@ class Session:
         info = self._handle.step_begin(step._announced, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
             self._view = self._read_view(info)
-        step.number, step.epoch = info.step, info.epoch
-        step.work, step.settled = info.work, info.settled
-        step.prompt = any(told & abi.TOKENS_PROMPT for told in info.tokens)
-        step.members = self._view.members
+        prompt = any(told & abi.TOKENS_PROMPT for told in info.tokens)
+        step._facts = Passed(
+            info.step, info.epoch, prompt, info.work, info.settled, self._view.members
+        )
         self._step = step
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
@@ -219,7 +226,7 @@ class Session:
             )
             self._tear(step, wrong)
             raise wrong
-        step.complete = self._handle.step_end()
+        step._complete = self._handle.step_end()
         return False
 
     def _tear(self, step: Step, error: BaseException) -> None:
@@ -288,21 +295,51 @@ class Session:
         return self.view.slots(layer, self.rank)
 
     def register_weights(self, load: LoadWeights) -> None:
-        """Say where this engine keeps its expert weights.
+        """Say where this engine keeps its expert weights, in a group without `weights`.
 
         Args:
             load: `load(layer, slots)` returns what `weights(layer)` shall give while `slots` are
                 the experts in this rank's slots; it is called again when a view changes them.
+
+        Raises:
+            UsageError: the group's daemons keep the weights.
         """
+        if self.config.weights is not None:
+            raise UsageError(
+                f"the daemons of group {self.config.name!r} keep its expert weights; take them "
+                "from session.weights(layer), or create the group without [weights]"
+            )
         self._weights.register(load)
 
     def weights(self, layer: int) -> Any:
         """The expert weights of `layer` for the slots of the present view.
 
+        In a group with `weights`: a mapping from each tensor's name to a tensor `[S, *shape]` over
+        the arena of this rank, which the daemon fills; expert by slot as `slots(layer)` says,
+        undefined where a slot is empty. They are for reading only, and for this step: a later view
+        may put other experts into the slots. Else: what the engine's callback gave.
+
         Raises:
-            UsageError: no callback is registered (`register_weights`), or there was no step yet.
+            UsageError: there was no step yet, or the engine keeps its own weights and registered no
+                callback.
+            SlotInvalid: a slot does not hold what the view says. Nothing is handed out.
+            Unavailable: the daemon did not hand the arena over.
         """
-        return self._weights.get(layer, self.slots(layer))
+        slots = self.slots(layer)
+        if self.config.weights is None:
+            return self._weights.get(layer, slots)
+        self._check_usable()
+        return self._arena_weights().get(layer, slots)
+
+    def _arena_weights(self) -> "ArenaWeights":
+        if self._arena is None:
+            from elasticep.client.arena import ArenaWeights
+
+            layout = self.config.arena_layout()
+            if self._open_arena is None or layout is None:
+                raise UsageError("this session has no way to its arena; take one by attach")
+            self._arena = ArenaWeights(layout, self._open_arena)
+        return self._arena
 
     def load(self) -> NDArray[np.uint64]:
         """Tokens that this rank sent to each expert in complete steps, uint64 [layers, experts]."""
@@ -330,7 +367,8 @@ class Session:
     # ---- end
 
     def detach(self) -> None:
-        """Give the rank back. Tensors that an exchange returned must not be used any more.
+        """Give the rank back. Tensors that an exchange returned must not be used any more, and
+        those of `weights` are other experts' before long.
 
         Calling it again does nothing.
 
@@ -344,6 +382,8 @@ class Session:
             raise UsageError("detach inside a step; leave its `with` block first")
         self._closed = True
         self._exchanges.clear()
+        if self._arena is not None:
+            self._arena.close()
         try:
             self._release()
         finally:

@@ -1,7 +1,8 @@
 """One pass through the step barrier and what it found out. `Session.step` makes them."""
 
+from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,21 @@ if TYPE_CHECKING:
     from elasticep.client.session import Session
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What all members agreed on at a barrier; the attributes of `Step` of the same names."""
+
+    number: int = 0
+    epoch: int = 0
+    prompt: bool = False
+    work: int = 0
+    settled: int = 0
+    members: MappingProxyType[int, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+_NOT_YET: Final = Passed()
+
+
 class Step:
     """One forward pass of all members, opened by the step barrier. Use it with `with`, once.
 
@@ -24,19 +40,15 @@ class Step:
         prompt: whether any rank brings prompt tokens, so that all prefill (preset `AUTO`).
         work: agreed completion: the number of the work that all ranks run in this step.
         settled: agreed completion: the last work that is complete on all ranks.
+        members: rank -> incarnation in that view.
         complete: after the block: whether the step counts. False: repeat it.
     """
 
     def __init__(
         self, session: "Session", tokens: int, timeout_ms: int, prompt: bool = False
     ) -> None:
-        self.number = 0
-        self.epoch = 0
-        self.complete = False
-        self.prompt = False
-        self.work = 0
-        self.settled = 0
-        self.members: MappingProxyType[int, int] = MappingProxyType({})
+        self._facts = _NOT_YET
+        self._complete = False
         self._session = session
         self._tokens = tokens
         self._announced = tokens | (abi.TOKENS_PROMPT if prompt else 0)
@@ -44,6 +56,44 @@ class Step:
         self._begun = False
         self._open_exchanges: set[tuple[int, int]] = set()
         self._lost: dict[int, NDArray[np.uint8]] = {}
+
+    def _passed(self) -> Passed:
+        return self._facts
+
+    @property
+    def number(self) -> int:
+        """Number of the barrier, the same on all members."""
+        return self._passed().number
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the view, 0 before the barrier."""
+        return self._passed().epoch
+
+    @property
+    def prompt(self) -> bool:
+        """Whether any rank brings prompt tokens."""
+        return self._passed().prompt
+
+    @property
+    def work(self) -> int:
+        """Agreed completion: the work of this step."""
+        return self._passed().work
+
+    @property
+    def settled(self) -> int:
+        """Agreed completion: the last work that is complete on all ranks."""
+        return self._passed().settled
+
+    @property
+    def members(self) -> MappingProxyType[int, int]:
+        """Rank -> incarnation in the view."""
+        return self._passed().members
+
+    @property
+    def complete(self) -> bool:
+        """After the block: whether the step counts."""
+        return self._complete
 
     @property
     def token_ok(self) -> "torch.Tensor":
@@ -79,7 +129,7 @@ class Step:
     ) -> bool:
         return self._session._end(self, error)
 
-    def _note_lost(self, lost: NDArray[np.uint8]) -> None:
+    def _note_lost(self, lost: Any) -> None:
         held = self._lost.get(len(lost))
         if held is None:
             self._lost[len(lost)] = lost.copy()

@@ -5,6 +5,7 @@ integers; this module imports no torch. Nothing here waits for the GPU unless it
 """
 
 import ctypes
+import errno
 import functools
 from collections.abc import Sequence
 from ctypes import (
@@ -103,6 +104,9 @@ _KINDS: Final[dict[int, type[errors.ElasticEPError]]] = {
     abi.Error.EUSAGE: errors.UsageError,
     abi.Error.ECAP: errors.CapExceeded,
     abi.Error.ESHORT: errors.MemoryShort,
+    abi.Error.EGONE: errors.DaemonUnavailable,
+    abi.Error.ETIMEOUT: errors.StepTimeout,
+    -errno.EIO: errors.DeviceFailed,
 }
 
 
@@ -138,6 +142,8 @@ def check(code: int, what: str) -> int:
     if code >= 0:
         return code
     text = api().epc_last_error().decode("utf-8", "replace") or abi.code_text(code)
+    if code == abi.Error.EFENCED:
+        raise errors.Fenced(0, text)
     raise _KINDS.get(code, errors.NativeError)(f"{what}: {text}")
 
 
@@ -177,6 +183,7 @@ class StepResult:
         complete: the step ended and counts.
         fault: of the last torn step; `fault.step` tells which.
         barrier_ns: time the barrier took, in nanoseconds.
+        digest: of the view.
     """
 
     status: StepStatus
@@ -187,6 +194,7 @@ class StepResult:
     complete: bool
     fault: Fault
     barrier_ns: int
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +255,22 @@ class CudaContext:
         hold = int(config.hold)
         check(api().epc_context_create(raw, data_fd, header_fd, hold, out), self._what)
         self._context: int = out.value or 0
+        self._owned = True
+
+    @classmethod
+    def borrowed(cls, address: int, geometry: abi.Geometry, config: ContextConfig) -> "CudaContext":
+        """One that belongs to a session: `close` only forgets it."""
+        context = cls.__new__(cls)
+        context.geometry, context.config = geometry, config
+        context._what = f"rank {config.rank} on device {config.device}"
+        context._context = address
+        context._owned = False
+        return context
 
     def close(self) -> None:
         """Wait for the device, unmap and free everything."""
+        if not self._owned:
+            self._context = 0
         if self._context:
             api().epc_context_destroy(self._context)
             self._context = 0
@@ -372,6 +393,7 @@ class CudaContext:
             complete=bool(info.complete),
             fault=fault,
             barrier_ns=info.barrier_ns,
+            digest=info.digest,
         )
 
     def complete_flag(self) -> int:

@@ -1,0 +1,185 @@
+"""The native session of a rank on a GPU: what a `CudaSession` asks of it.
+
+Kernels are put on the stream that is current when a call is made. Nothing here waits for the GPU
+but `wait`, and nothing but `enter` waits for the daemon.
+"""
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from elasticep.client.handle import DispatchInput
+from elasticep.errors import ConfigError, Fenced, TensorError
+from elasticep.native import abi
+from elasticep.native import cuda as native
+from elasticep.native import cuda_session as sessions
+from elasticep.native.cuda_session import Wait
+
+_TEXT_BYTES: Final = 512
+
+
+class CudaHandle:
+    """`SessionHandle` over the CUDA library.
+
+    Args:
+        fd_socket: path of the daemon's SEQPACKET socket.
+        ticket: what Attach answered; good once, for a few seconds.
+        timeout_ms: how long to wait for the daemon's file descriptors.
+        rank: the seat.
+        incarnation: of the seat.
+
+    Attributes:
+        device: the GPU that holds this rank's memory.
+        context: the kernels' context.
+
+    Raises:
+        ElasticEPError: the daemon refused the ticket, or GPU, layout or memory do not fit.
+    """
+
+    def __init__(
+        self, fd_socket: str, ticket: str, timeout_ms: int, rank: int, incarnation: int
+    ) -> None:
+        self._api: Any = sessions.session_api()
+        self._session: int | None = sessions.open_session(fd_socket, ticket, timeout_ms)
+        self.context = sessions.context_of(self._session, rank, incarnation)
+        self.device = torch.device("cuda", self.context.config.device)
+        self._args: dict[tuple[int, int], native.DispatchArgs] = {}  # of the exchange under way
+
+    def close(self) -> None:
+        """Wait for the GPU, give the rank back and unmap; tensors over it must not be used."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._api.epc_session_close(session)
+
+    @property
+    def stream(self) -> int:
+        """The current stream of this rank's device."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    # ---- steps
+
+    def enter(self, after: int, timeout_ms: int) -> None:
+        """Wait until a view later than epoch `after` is staged. Raises Fenced, StepTimeout."""
+        self._check(self._api.epc_session_enter(self._session, after, timeout_ms), "step barrier")
+
+    def begin(self, tokens: int, timeout_ms: int) -> None:
+        """Put the step barrier on the stream."""
+        code = self._api.epc_session_step_begin(self._session, tokens, timeout_ms, self.stream)
+        self._check(code, "step barrier")
+
+    def step_end(self) -> bool:
+        """Put the end of the step on the stream; whether it counts is not known yet."""
+        self.context.step_end(self.stream)
+        return False
+
+    def step_tear(self) -> None:
+        """Put tearing the step for all on the stream."""
+        self.context.tear(self.stream)
+
+    def wait(self, what: Wait, count: int, stream: int) -> native.StepResult:
+        """Wait until the stream has run that many barriers or step ends; what the last one said.
+
+        Raises:
+            DeviceFailed: the device failed before.
+            UsageError: the stream has run out without it.
+        """
+        code = self._api.epc_session_wait(self._session, int(what), count, stream)
+        self._check(code, f"step {count} of rank {self.context.config.rank}")
+        return self.context.result()
+
+    # ---- exchanges
+
+    def dispatch(
+        self,
+        exchange: int,
+        channel: int,
+        layer: int,
+        tensors: DispatchInput,
+        lost: int | None,
+        half: str = "both",
+    ) -> None:
+        """Put a dispatch, or its sending half, on the stream."""
+        if tensors.global_scale != 1.0:
+            raise TensorError("global_scale is not carried on a GPU; leave it at 1.0")
+        args = native.DispatchArgs(
+            exchange=exchange,
+            channel=channel,
+            layer=layer,
+            tokens=tensors.tokens,
+            x_dtype=tensors.x_dtype,
+            ids_bytes=tensors.ids_bytes,
+            x=tensors.x,
+            x_scales=tensors.scales,
+            ids=tensors.ids,
+            weights=tensors.weights,
+            lost=lost,
+        )
+        self._args[exchange, channel] = args
+        try:
+            self.context.dispatch(args, self.stream, half=half)
+        except ConfigError as error:
+            raise TensorError(str(error)) from None
+
+    def receive(self, exchange: int, channel: int) -> None:
+        """Put the receiving half of a dispatch on the stream."""
+        self.context.dispatch(self._args[exchange, channel], self.stream, half="receive")
+
+    def combine(
+        self, exchange: int, channel: int, out: int | None, dtype: int, half: str = "both"
+    ) -> None:
+        """Put a combine, or one half of it, on the stream."""
+        tokens = self._args[exchange, channel].tokens
+        code = abi.Dtype(dtype)
+        self.context.combine(exchange, channel, tokens, out or 0, code, self.stream, half=half)
+
+    # ---- the rest
+
+    def slots(self, epoch: int, shape: tuple[int, int, int]) -> NDArray[np.int32]:
+        """Slot table of a view that is still in its bank."""
+        table = np.empty(shape, np.int32)
+        code = self._api.epc_session_slots(self._session, epoch, table.ctypes.data)
+        self._check(code, f"slot table of epoch {epoch}")
+        return table
+
+    def slot_experts(self) -> int:
+        """Device address of int32 [layers, slots]: the experts in this rank's slots now."""
+        out = ctypes.c_void_p()
+        code = self._api.epc_session_slot_experts(self._session, ctypes.byref(out))
+        self._check(code, "slot table")
+        return out.value or 0
+
+    def loads(self, shape: tuple[int, int]) -> NDArray[np.uint64]:
+        """Tokens per layer and expert since the start; waits for the device."""
+        return np.array(self.context.loads(), np.uint64).reshape(shape)
+
+    def warmup(self, on: bool) -> None:
+        """Suspend or resume hang detection for this rank."""
+        self._check(self._api.epc_session_warmup(self._session, int(on)), "warm-up")
+
+    def status(self) -> abi.Status:
+        """What the header says of this rank."""
+        status = abi.Status()
+        code = self._api.epc_session_status(self._session, ctypes.byref(status))
+        self._check(code, "status of the rank")
+        return status
+
+    def fenced(self) -> Fenced | None:
+        """Why this rank was expelled, if it was."""
+        epoch = ctypes.c_uint64(0)
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        code = self._api.epc_session_fenced(
+            self._session, ctypes.byref(epoch), ctypes.addressof(text), _TEXT_BYTES
+        )
+        if code != 1:
+            return None
+        return Fenced(epoch.value, text.value.decode("utf-8", "replace") or "no reason given")
+
+    def _check(self, code: int, what: str) -> None:
+        if code == abi.Error.EFENCED:
+            fenced = self.fenced()
+            if fenced is not None:
+                raise fenced
+        native.check(code, what)

@@ -1,0 +1,293 @@
+"""A rank on a GPU: steps are kernels on the engine's stream, and the host asks for them afterwards.
+
+Entering a step puts its barrier on the current stream, leaving it puts its end there; neither waits
+for the GPU. What the barrier agreed on and whether the step counts is waited for when it is asked
+for: `step.epoch`, `step.complete`. A whole step can be captured into a CUDA graph once and replayed
+across failures and views (`CudaSession.replay`).
+"""
+
+import contextlib
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from elasticep.client.cuda_handle import CudaHandle
+from elasticep.client.cuda_received import over
+from elasticep.client.handle import SessionHandle
+from elasticep.client.session import Session
+from elasticep.client.step import Passed, Step
+from elasticep.client.view import View
+from elasticep.errors import ExpertsLost, Fenced, StepTimeout, UsageError
+from elasticep.group import GroupConfig, LostExperts
+from elasticep.native import abi
+from elasticep.native.cuda import StepResult, StepStatus
+from elasticep.native.cuda_session import Wait
+
+if TYPE_CHECKING:
+    from torch.cuda import CUDAGraph
+
+DOOMED_PAUSE_MS: Final = 2
+"""Before the next barrier while a member of the view is dead; a newly staged view ends it."""
+
+
+class CudaStep(Step):
+    """A step on a stream. Its facts are waited for when they are asked for, and must be before the
+    next step begins.
+
+    Attributes:
+        captured: it went into a CUDA graph: it has no facts, each replay has.
+    """
+
+    def __init__(
+        self, session: "CudaSession", tokens: int, timeout_ms: int, prompt: bool = False
+    ) -> None:
+        super().__init__(session, tokens, timeout_ms, prompt)
+        self.captured = False
+        self._cuda = session
+        self._place = 0  # counted from 1: which barrier, and which end, of the session it is
+        self._stream = 0
+        self._ended = False
+        self._known: Passed | None = None
+        self._settled = False
+        self._masks: list[torch.Tensor] = []
+
+    def _passed(self) -> Passed:
+        if self._known is None:
+            if not self._place and not self.captured:
+                return self._facts
+            self._known = self._cuda._facts_of(self)
+        return self._known
+
+    @property
+    def complete(self) -> bool:
+        """Whether the step counts; after the block, and it waits for the end of the step.
+
+        Raises:
+            Fenced: this rank was expelled.
+            StepTimeout: the barrier did not end in time. A new step goes on waiting at it.
+            ExpertsLost: a token needed an expert that no member holds, and the policy is `refuse`.
+            DeviceFailed: the device failed in or before this step.
+        """
+        if self._ended and not self._settled:
+            self._complete = self._cuda._settle(self)
+            self._settled = True
+        return self._complete
+
+    @property
+    def token_ok(self) -> torch.Tensor:
+        """Bool `[tokens]` on the GPU: False where a lost expert was needed.
+
+        Raises:
+            UsageError: the exchanges of this step had different numbers of tokens.
+        """
+        sizes = sorted({len(mask) for mask in self._masks})
+        if len(sizes) > 1:
+            raise UsageError(
+                f"exchanges of this step brought {sizes} tokens, so one mask does not fit; use "
+                "token_ok of what each dispatch returned"
+            )
+        if not self._masks:
+            return torch.ones(self._tokens, dtype=torch.bool, device=self._cuda.device)
+        return torch.stack(self._masks).amax(0) == 0
+
+    def _note_lost(self, lost: Any) -> None:
+        self._masks.append(lost)
+
+
+class CudaSession(Session):
+    """`Session` for a group with `device = "cuda"`; `elasticep.attach` makes one.
+
+    Attributes:
+        device: the GPU that holds this rank's memory.
+        slot_table: int32 `[layers, slots]` on it: the expert in each of this rank's slots in the
+            running view, -1 = empty. The tensor stays; a barrier that adopts a view changes it.
+    """
+
+    def __init__(
+        self,
+        handle: CudaHandle,
+        config: GroupConfig,
+        *,
+        rank: int,
+        incarnation: int,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(
+            cast(SessionHandle, handle),
+            config,
+            rank=rank,
+            incarnation=incarnation,
+            release=release,
+        )
+        self._cuda = handle
+        self.device = handle.device
+        geometry = config.geometry
+        shape = (geometry.layers, geometry.slots_per_rank)
+        self.slot_table = over(handle.slot_experts(), shape, torch.int32, handle.device)
+        self._placed = 0  # steps put on streams, replays included
+        self._latest: CudaStep | None = None
+        self._epoch = 0  # of the last step that the host asked about
+        self._doomed = False
+
+    # ---- steps
+
+    def _new_step(self, tokens: int, timeout_ms: int, prompt: bool) -> Step:
+        return CudaStep(self, tokens, timeout_ms, prompt)
+
+    def _begin(self, step: Step) -> None:
+        assert isinstance(step, CudaStep)
+        self._check_usable()
+        if self._step is not None:
+            raise UsageError("a step is open already; leave its `with` block first")
+        step.captured = torch.cuda.is_current_stream_capturing()
+        if not step.captured:
+            self._arrive(step._timeout_ms)
+        self._cuda.begin(step._announced, step._timeout_ms)
+        if not step.captured:
+            self._place(step)
+        self._step = step
+
+    def _arrive(self, timeout_ms: int) -> None:
+        """Wait on the host where a barrier could only say that there is nothing to run."""
+        if not self._epoch:
+            self._cuda.enter(0, timeout_ms)
+        elif self._doomed:
+            with contextlib.suppress(StepTimeout):  # then the next barrier says the same
+                self._cuda.enter(self._epoch, DOOMED_PAUSE_MS)
+        self._doomed = False
+
+    def _place(self, step: CudaStep) -> None:
+        self._placed += 1
+        step._place, step._stream = self._placed, self._cuda.stream
+        self._latest = step
+
+    def _end(self, step: Step, error: BaseException | None) -> bool:
+        assert isinstance(step, CudaStep)
+        if step.captured and error is not None:
+            self._step = None  # the capture fails with it: nothing was run
+            return False
+        step._ended = not step.captured
+        step._settled = step.captured
+        return super()._end(step, error)
+
+    def replay(
+        self, graph: "CUDAGraph", captured: CudaStep | None = None, *, timeout: float | None = None
+    ) -> CudaStep:
+        """Launch a captured step once, on the current stream.
+
+        Args:
+            graph: holds exactly one step of this session, from `step()` to its end.
+            captured: the step that it holds, if the replay's `token_ok` is wanted.
+            timeout: seconds to wait for a first view; None: the group's `step_timeout_ms`.
+
+        Returns:
+            The step that runs; `complete` waits for it.
+
+        Raises:
+            Fenced: this rank was expelled.
+            StepTimeout: no view came in time.
+            UsageError: a step is open, or the session is detached or another process's.
+        """
+        self._check_usable()
+        if self._step is not None:
+            raise UsageError("replay inside a step; leave its `with` block first")
+        fenced = self._cuda.fenced()
+        if fenced is not None:
+            raise fenced
+        self._arrive(0 if timeout is None else max(1, round(timeout * 1000)))
+        step = CudaStep(self, 0 if captured is None else captured._tokens, 0)
+        if captured is not None:
+            step._masks = captured._masks
+        step._begun = step._ended = True
+        graph.replay()
+        self._place(step)
+        return step
+
+    def run_graph(
+        self,
+        graph: "CUDAGraph",
+        captured: CudaStep | None = None,
+        *,
+        on_torn: Callable[[Step], None] | None = None,
+    ) -> CudaStep:
+        """`replay` until a step is complete, as `run` does; that step.
+
+        Raises:
+            ExpertsLost, Fenced, StepTimeout: as for `run`.
+        """
+        while True:
+            step = self.replay(graph, captured)
+            if step.complete:
+                return step
+            if on_torn is not None:
+                on_torn(step)
+
+    # ---- what the GPU says
+
+    def _facts_of(self, step: CudaStep) -> Passed:
+        if step.captured:
+            raise UsageError(
+                "this step was captured and has not run; session.replay(graph) gives the steps "
+                "that run"
+            )
+        return self._read(self._wait(step, Wait.BEGUN))
+
+    def _wait(self, step: CudaStep, what: Wait) -> StepResult:
+        if step is not self._latest:
+            raise UsageError(
+                "a later step has begun; ask what a barrier agreed on, and whether a step is "
+                "complete, before the next one"
+            )
+        return self._cuda.wait(what, step._place, step._stream)
+
+    def _read(self, result: StepResult) -> Passed:
+        members = MappingProxyType(result.members)
+        prompt = any(told & abi.TOKENS_PROMPT for told in result.tokens.values())
+        self._epoch = result.epoch
+        self._doomed = result.status is StepStatus.DOOMED
+        return Passed(result.step, result.epoch, prompt, members=members)
+
+    def _settle(self, step: CudaStep) -> bool:
+        result = self._wait(step, Wait.ENDED)
+        step._known = self._read(result)
+        if result.status is StepStatus.EXPELLED:
+            raise self._cuda.fenced() or Fenced(result.epoch, "the others went on without it")
+        if result.status is StepStatus.TIMEOUT:
+            raise StepTimeout(
+                f"step barrier: not all members came within the limit; step {result.step} did not "
+                "run. Enter a new step to go on waiting"
+            )
+        if not result.complete:
+            fenced = self._cuda.fenced()
+            if fenced is not None:
+                raise fenced
+            return False
+        if self.config.lost_experts is LostExperts.REFUSE and step._masks:
+            lost = self.view.lost(self.config.geometry.experts)
+            if lost and not bool(step.token_ok.all()):
+                raise ExpertsLost(lost)
+        return True
+
+    @property
+    def view(self) -> View:
+        """The view of the running or the last step; waits for its barrier.
+
+        Raises:
+            UsageError: there was no step yet, or none has run in a view.
+        """
+        if self._latest is not None and not self._latest._settled:
+            self._latest._passed()
+        if self._epoch and (self._view is None or self._view.epoch != self._epoch):
+            self._view = self._read_epoch(self._epoch)
+        return super().view
+
+    def _read_epoch(self, epoch: int) -> View:
+        geometry = self.config.geometry
+        placement = self._cuda.slots(
+            epoch, (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
+        )
+        placement.flags.writeable = False
+        result = self._cuda.context.result()
+        return View(epoch, result.digest, MappingProxyType(result.members), placement)
