@@ -20,10 +20,12 @@ from elasticep.errors import ConfigError, GroupMismatch
 from elasticep.geometry import GroupGeometry
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
+from elasticep.timeouts import Timeouts
 from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
 
+__all__ = ["Completion", "GroupConfig", "Launch", "LostExperts", "Timeouts"]
+
 MAX_EXCHANGES = 8
-MAX_TIMEOUT_MS = 3_600_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
 _OPTIONAL_FIELDS = (
@@ -55,43 +57,6 @@ class Launch(enum.StrEnum):
 
     SERVICE = "service"  # the worker process
     INLINE = "inline"  # the engine's own thread or stream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Deadlines of a group, all in milliseconds.
-
-    Attributes:
-        suspect_after_ms: a wait that lasts this long is reported; nobody is expelled for it.
-        hang_timeout_ms: the root of a wait is expelled after this.
-        exchange_timeout_ms: a wait inside a step tears the step after this.
-        step_timeout_ms: a step barrier returns unpassed after this.
-        node_timeout_ms: a node not heard of for this long is gone.
-    """
-
-    suspect_after_ms: int = 500
-    hang_timeout_ms: int = 5_000
-    exchange_timeout_ms: int = 10_000
-    step_timeout_ms: int = 30_000
-    node_timeout_ms: int = 1_500
-
-    def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
-            if not _is_int(value) or not 1 <= value <= MAX_TIMEOUT_MS:
-                raise ConfigError(
-                    f"timeouts.{name} is {value!r}; it must be 1 to {MAX_TIMEOUT_MS} milliseconds"
-                )
-        if self.hang_timeout_ms <= self.suspect_after_ms:
-            raise ConfigError(
-                f"timeouts.hang_timeout_ms ({self.hang_timeout_ms}) must be above "
-                f"suspect_after_ms ({self.suspect_after_ms}): waits are reported first"
-            )
-        if self.node_timeout_ms < 100:
-            raise ConfigError(
-                f"timeouts.node_timeout_ms is {self.node_timeout_ms}; below 100 a busy node "
-                "would be taken for a dead one"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +151,15 @@ class GroupConfig:
         """How a rank's expert weights lie in memory; None if engines keep their own.
 
         Raises:
-            ConfigError: larger than any arena may be.
+            ConfigError: larger than any arena may be, or of a group on GPUs.
         """
         if self.weights is None:
             return None
+        if self.device is Device.CUDA:
+            raise ConfigError(
+                f"group {self.name!r} has device = 'cuda' and weights, which daemons keep in host "
+                "memory only; leave [weights] out and register_weights in the engine"
+            )
         return ArenaLayout(self.geometry.layers, self.geometry.slots_per_rank, self.weights)
 
     def _check_range(self, name: str, low: int, high: int, limit: str) -> None:

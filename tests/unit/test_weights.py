@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticep.errors import ConfigError, WeightsError
+from elasticep.device import Device
+from elasticep.errors import ConfigError, GroupMismatch, WeightsError
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig, Launch
+from elasticep.proto import types_pb2
+from elasticep.spec import ExchangeSpec
 from elasticep.weights import (
     MAX_ARENA_BYTES,
     PAGE_BYTES,
@@ -180,3 +185,70 @@ def test_dtypes_have_the_bytes_of_their_format() -> None:
         "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     }  # fmt: skip
     assert WeightDtype.FP32.numpy == np.dtype(np.float32)
+
+
+# ---- as part of a group's config
+
+
+def group(weights: WeightSpec | None, slots: int = 3, **changes: Any) -> GroupConfig:
+    return GroupConfig(
+        name="g",
+        geometry=GroupGeometry(2, 4, 2, 64, slots, 2),
+        exchanges=(("decode", ExchangeSpec.preset("ROUTED")),),
+        initial_ranks=2,
+        weights=weights,
+        **changes,
+    )
+
+
+@given(specs)
+def test_a_group_carries_its_spec_through_every_form(spec: WeightSpec) -> None:
+    config = group(spec)
+    assert GroupConfig.from_toml_dict(config.to_dict()) == config
+    wire = types_pb2.GroupConfig.FromString(config.to_proto().SerializeToString())
+    again = GroupConfig.from_proto(wire)
+    assert again == config
+    assert again.digest() == config.digest()
+    assert again.arena_layout() == ArenaLayout(2, 3, spec)
+
+
+def test_a_group_without_weights_has_no_arena() -> None:
+    config = group(None)
+    assert "weights" not in config.to_dict()
+    assert config.arena_layout() is None
+    assert GroupConfig.from_proto(config.to_proto()) == config
+
+
+def test_engines_must_agree_on_what_an_expert_is() -> None:
+    turned = WeightSpec((FP8.tensors[1], FP8.tensors[0], *FP8.tensors[2:]))
+    other = WeightSpec((TensorSpec("w13", WeightDtype.BF16, (8, 4)), *FP8.tensors[1:]))
+    for mine, theirs, words in (
+        (FP8, None, "weights is"),
+        (FP8, other, "weights.w13.dtype is 'fp8_e4m3' in the group and 'bf16' here"),
+        (FP8, turned, "the order of the exchanges, or of the tensors in weights"),
+    ):
+        assert group(mine).digest() != group(theirs).digest()
+        with pytest.raises(GroupMismatch, match=words):
+            group(mine).require_same(group(theirs))
+
+
+def test_a_group_that_could_not_hold_its_weights_is_refused() -> None:
+    large = WeightSpec((TensorSpec("w1", WeightDtype.FP32, (1 << 17, 1 << 17)),))
+    with pytest.raises(ConfigError, match=r"2 layers x 400 slots.*lower geometry.slots_per_rank"):
+        group(large, slots=400)
+    with pytest.raises(ConfigError, match="device = 'cuda' and weights"):
+        group(FP8, device=Device.CUDA, launch=Launch.INLINE)
+
+
+def test_a_message_with_weights_that_cannot_be_is_refused() -> None:
+    message = group(FP8).to_proto()
+    message.weights.tensors[0].dtype = "fp9"
+    with pytest.raises(ConfigError, match=r"weights.w13.dtype is 'fp9'"):
+        GroupConfig.from_proto(message)
+    message.weights.tensors.add(name="w13", dtype="bf16", shape=[1])
+    message.weights.tensors[0].dtype = "bf16"
+    with pytest.raises(ConfigError, match="twice: w13"):
+        GroupConfig.from_proto(message)
+    del message.weights.tensors[:]
+    with pytest.raises(ConfigError, match="0 tensors"):
+        GroupConfig.from_proto(message)
