@@ -215,3 +215,10 @@ int ep_layout(const ep_geometry* geometry, ep_layout_info* out) {
   *out = {l.digest, l.header_bytes, l.data_bytes, l.bank_bytes};
   return 0;
 }
+
+int ep_layout_loads(const ep_geometry* geometry, uint64_t* offset) {
+  ep::Layout l;
+  if (int bad = ep::make_layout(*geometry, &l)) return bad;
+  *offset = l.loads;
+  return 0;
+}

@@ -18,6 +18,7 @@ _DAEMON_FLAGS = (
     ("--controllers", "Addresses of all controllers, with commas."),
     ("--seats", 'Ranks offered: "group:0-3,6", several with ";".'),
     ("--devices", "CUDA devices of the seats, with commas; default: 0, 1, ..."),
+    ("--load-interval-ms", "How often the load of experts is reported; 0: never."),
     ("--metrics-port", "Port of /metrics; 0: any free one, -1: none."),
     ("--metrics-host", "Interface of /metrics."),
     ("--tls-cert", "PEM certificate for mutual TLS."),

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticep.control import events as ev
+from elasticep.control.background import Background
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.membership import Membership
+from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.records import Endpoint, Loaded
 from elasticep.errors import ConfigError, UnknownGroup
 from elasticep.group import GroupConfig
@@ -61,6 +63,11 @@ class Cluster:
             name: Membership(config, now_ms, saved)
             for name, (config, saved) in loaded.groups.items()
         }
+        self.background = {
+            name: Background(self.groups[name], saved.rebalance, now_ms)
+            for name, (_, saved) in loaded.groups.items()
+        }
+        self.jobs: list[PlanJob] = []
 
     def membership(self, group: str) -> Membership:
         """A group; `UnknownGroup` when there is none of that name."""
@@ -126,6 +133,8 @@ class Cluster:
             self.nodes[event.node].seats[key] = event.report
         if group not in self.groups:
             return []  # a node may offer seats to a group that is not made yet
+        if isinstance(event, ev.LoadReport):
+            return [(group, self.background[group].load(event))]
         return [(group, self.groups[group].handle(event, now_ms))]
 
     def tick(self, now_ms: int) -> tuple[Outcomes, list[str]]:
@@ -144,7 +153,20 @@ class Cluster:
                     outcomes.append((group, membership.handle(gone, now_ms)))
                     drop.append(name)
             outcomes.append((group, membership.handle(ev.Tick(), now_ms)))
+            more, job = self.background[group].tick(now_ms)
+            outcomes += [(group, outcome) for outcome in more]
+            self.jobs += [job] if job is not None else []
         return outcomes, drop
+
+    def take_jobs(self) -> list[PlanJob]:
+        """Plans that are to be made, each answered by `planned`."""
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+    def planned(self, planned: Planned, now_ms: int) -> Outcomes:
+        """A plan was made."""
+        group = planned.job.view.group
+        return [(group, self.background[group].planned(planned, now_ms))]
 
     def _all(self, event: ev.Event, now_ms: int) -> Outcomes:
         return [(group, m.handle(event, now_ms)) for group, m in self.groups.items()]
@@ -162,6 +184,7 @@ class Cluster:
                 f"group {config.name!r} is one too many; a controller has {MAX_GROUPS} at most"
             )
         membership = self.groups[config.name] = Membership(config, now_ms)
+        self.background[config.name] = Background(membership, None, now_ms)
         outcomes: Outcomes = []
         for name, node in self.nodes.items():
             reports = _of_group(node.seats, config.name)

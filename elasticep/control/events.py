@@ -124,6 +124,18 @@ class Progressed:
     staging_total_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Token counters of some layers of a rank; see `LoadReport` in controller.proto."""
+
+    node: str
+    rank: int
+    incarnation: int
+    memory: int
+    first_layer: int
+    counters: bytes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """The tokens to plan for, int64 [layers, experts]; None: not known."""
@@ -176,6 +188,7 @@ Event: TypeAlias = (
     | Adopted
     | Waits
     | Progressed
+    | LoadReport
     | Loads
     | Rearrange
     | Retry
@@ -246,7 +259,22 @@ class SaveAdopted:
     epoch: int
 
 
-Write: TypeAlias = SaveView | SaveSeat | SaveAdopted
+@dataclass(frozen=True, slots=True)
+class SaveRebalance:
+    """Write what an operator wants of the background; see `elasticep.control.rebalance`.
+
+    Attributes:
+        paused: why nothing is to be moved; empty: it may be.
+        asked: "", "force" or "import", until that is done.
+        placement: `Placement.to_bytes` of an import.
+    """
+
+    paused: str
+    asked: str
+    placement: bytes
+
+
+Write: TypeAlias = SaveView | SaveSeat | SaveAdopted | SaveRebalance
 
 
 @dataclass(frozen=True, slots=True)

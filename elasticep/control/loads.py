@@ -5,6 +5,8 @@ completes; padding rows are not routed and so not counted. The sum over ranks is
 tokens x top-k per layer. Pure: windows end when the caller says so, not by a clock.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -12,7 +14,12 @@ from elasticep.control.tables import Placement
 from elasticep.errors import ConfigError, UsageError
 
 _UNIT = 1 << 16  # the past is kept in units of 1/65536 tokens, so that small loads fade evenly
+_MOST = 1 << 40  # tokens of a (layer, expert) in a window
+_MOST_AT_ONCE = 1 << 32  # in one report
 MAX_HALF_LIFE = 10_000
+MAX_REPORT_BYTES = 1 << 20
+HALF_LIFE = 4  # windows
+_MOST_ROLLS = 256  # after a long pause older counts are gone anyway
 
 Int64Array = NDArray[np.int64]
 
@@ -80,7 +87,7 @@ class LoadWindow:
 
     def roll(self) -> Int64Array:
         """End the window. Returns its counts [layers, experts]; the past fades by one window."""
-        ended = self._current
+        ended = np.minimum(self._current, _MOST)  # whatever nodes say, sums stay within 64 bits
         whole, part = np.divmod(self._past + ended * _UNIT, _UNIT)
         self._past = whole * self._keep + part * self._keep // _UNIT
         self._current = np.zeros(self._shape, np.int64)
@@ -102,3 +109,122 @@ class LoadWindow:
             peak, total, out=np.ones_like(total), where=total > 0
         )
         return ratio
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What a rank's memory counted: `latest` as last reported, `base` what was before our time."""
+
+    node: str
+    memory: int
+    incarnation: int
+    base: Int64Array
+    latest: Int64Array
+    seen: NDArray[np.bool_] = field(repr=False)  # [layers]
+
+
+class GroupLoads:
+    """A group's load window, fed by the reports of its nodes. Pure: the time is an argument.
+
+    Counters count since their memory was made, so what they hold when this leader hears of them
+    first is past: it is not added to any window. A new incarnation on the same memory goes on
+    where the last one stopped.
+
+    Args:
+        layers: layers counted.
+        experts: logical experts per layer.
+        window_ms: length of a window.
+        now_ms: the time.
+    """
+
+    def __init__(self, layers: int, experts: int, window_ms: int, now_ms: int) -> None:
+        self.window = LoadWindow(layers, experts, HALF_LIFE)
+        self.window_ms = window_ms
+        self.counted = 0  # tokens x top-k over all layers since this leader leads
+        self.rolls = 0
+        self._shape = (layers, experts)
+        self._began_ms = now_ms
+        self._known: dict[int, _Counters] = {}
+
+    def report(
+        self,
+        node: str,
+        rank: int,
+        incarnation: int,
+        memory: int,
+        first_layer: int,
+        counters: bytes,
+    ) -> int:
+        """Take some layers' counters of a rank.
+
+        Args:
+            node: who reports.
+            rank: whose counters they are.
+            incarnation: of that rank.
+            memory: tells memories of a node apart.
+            first_layer: of the rows that follow.
+            counters: int64, little-endian, [some layers][experts].
+
+        Returns:
+            Tokens that are new, over all layers.
+
+        Raises:
+            UsageError: not whole rows, layers that there are not, counters that went back, or
+                more at once than any rank can have counted.
+        """
+        layers, experts = self._shape
+        rows, rest = divmod(len(counters), 8 * experts)
+        if rest or not rows or first_layer + rows > layers:
+            raise UsageError(
+                f"rank {rank} reports {len(counters)} bytes from layer {first_layer} on; the "
+                f"group has {layers} layers of {experts} experts, 8 bytes each"
+            )
+        known = self._counters(node, rank, incarnation, memory)
+        now = np.frombuffer(counters, "<i8").reshape(rows, experts).astype(np.int64)
+        part = slice(first_layer, first_layer + rows)
+        new = ~known.seen[part]
+        known.base[part][new] = now[new]
+        known.latest[part][new] = now[new]
+        known.seen[part] = True
+        fresh = now - known.latest[part]
+        if int(now.min()) < 0 or int(fresh.min()) < 0 or int(fresh.max()) > _MOST_AT_ONCE:
+            del self._known[rank]  # the next report begins anew
+            self.window.forget(rank)
+            raise UsageError(
+                f"rank {rank} on {node}: counters of layers {first_layer} to "
+                f"{first_layer + rows - 1} went back, or grew by more than {_MOST_AT_ONCE}"
+            )
+        known.latest[part] = now
+        added = self.window.observe(rank, incarnation, known.latest - known.base)
+        self.counted += added
+        return added
+
+    def _counters(self, node: str, rank: int, incarnation: int, memory: int) -> _Counters:
+        known = self._known.get(rank)
+        if known is not None and (known.node, known.memory) == (node, memory):
+            if incarnation != known.incarnation:
+                known.incarnation = incarnation
+                known.base = known.latest.copy()
+            return known
+        zeros = np.zeros(self._shape, np.int64)
+        seen = np.zeros(self._shape[0], np.bool_)
+        new = _Counters(node, memory, incarnation, zeros, zeros.copy(), seen)
+        self._known[rank] = new
+        self.window.forget(rank)
+        return new
+
+    def tick(self, now_ms: int) -> bool:
+        """Time has passed; whether a window ended."""
+        ended = (now_ms - self._began_ms) // self.window_ms
+        if ended <= 0:
+            return False
+        for _ in range(min(ended, _MOST_ROLLS)):
+            self.window.roll()
+        self._began_ms += ended * self.window_ms
+        self.rolls += ended
+        return True
+
+    def tokens(self) -> Int64Array | None:
+        """What to plan for, int64 [layers, experts]; None: fewer tokens than experts were seen."""
+        loads = self.window.loads()
+        return loads if int(loads.sum()) >= loads.size else None

@@ -5,6 +5,7 @@ from typing import Final
 
 from elasticep.control import events as ev
 from elasticep.control.events import SeatReport, SeatState
+from elasticep.control.loads import MAX_REPORT_BYTES
 from elasticep.control.records import Endpoint
 from elasticep.control.views import View
 from elasticep.errors import ConfigError
@@ -87,6 +88,8 @@ def read_events(node: str, message: controller_pb2.NodeMessage) -> list[tuple[st
         if len(message.heartbeat.ranks) > MAX_SEATS:
             raise ConfigError(f"a heartbeat of node {node} has more than {MAX_SEATS} ranks")
         return [(rank.group, _progressed(node, rank)) for rank in message.heartbeat.ranks]
+    if body == "load":
+        return [(message.load.group, _load(node, message.load))]
     raise ConfigError(f"node {node} sent {body or 'an empty message'}, which has no place here")
 
 
@@ -115,6 +118,17 @@ def _progressed(node: str, rank: controller_pb2.RankProgress) -> ev.Progressed:
         rank.staging_epoch,
         rank.staging_done_bytes,
         rank.staging_total_bytes,
+    )
+
+
+def _load(node: str, load: controller_pb2.LoadReport) -> ev.LoadReport:
+    if len(load.counters) > MAX_REPORT_BYTES:
+        raise ConfigError(
+            f"node {node} reports {len(load.counters)} bytes of load counters at once; at most "
+            f"{MAX_REPORT_BYTES}"
+        )
+    return ev.LoadReport(
+        node, load.rank, load.incarnation, load.memory, load.first_layer, load.counters
     )
 
 

@@ -69,6 +69,34 @@ class ControllerMetrics:
         self.lost = self._group_gauge(
             "lost_experts", "(layer, expert) pairs of the latest view without a replica."
         )
+        self._make_balance()
+
+    def _make_balance(self) -> None:
+        self.tokens = self._group_counter(
+            "load_tokens", "Tokens x top-k over all layers, as nodes reported them."
+        )
+        self.imbalance = self._group_gauge(
+            "imbalance", "Busiest rank's load over the mean; average over layers."
+        )
+        self.worst_imbalance = self._group_gauge(
+            "worst_imbalance", "Busiest rank's load over the mean; worst layer."
+        )
+        self.rebalances = Counter(
+            "elasticep_controller_rebalances",
+            "Rebalances that ended: done, abandoned.",
+            ["group", "result"],
+            registry=self.registry,
+        )
+        self.rebalance_moves = self._group_counter(
+            "rebalance_moves", "Copies of experts that rebalances made."
+        )
+        self.rebalance_stuck = self._group_counter(
+            "rebalance_stuck", "Rebalances without progress for too long."
+        )
+        self.rebalance_age = self._group_gauge(
+            "rebalance_age_seconds",
+            "Since the background made progress last; idle counts as progress.",
+        )
 
     def _group_counter(self, name: str, what: str) -> Counter:
         return Counter(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
@@ -94,3 +122,18 @@ class ControllerMetrics:
             self.suspected.labels(group).inc()
         elif notice.event == "staging.failed":
             self.staging_failed.labels(group).inc()
+        elif notice.event == "load.counted":
+            self.tokens.labels(group).inc(fields["tokens"])
+        elif notice.event == "load.window":
+            self.imbalance.labels(group).set(fields["imbalance"])
+            self.worst_imbalance.labels(group).set(fields["worst"])
+        elif notice.event.startswith("rebalance."):
+            self._count_rebalance(group, notice)
+
+    def _count_rebalance(self, group: str, notice: Notice) -> None:
+        result = notice.event.removeprefix("rebalance.")
+        if result in ("done", "abandoned"):
+            self.rebalances.labels(group, result).inc()
+            self.rebalance_moves.labels(group).inc(notice.fields["moves"])
+        elif result == "stuck":
+            self.rebalance_stuck.labels(group).inc()

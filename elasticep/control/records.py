@@ -7,11 +7,13 @@
     /elasticep/v1/groups/<group>/adopted          epoch
     /elasticep/v1/groups/<group>/members/<rank>   {incarnation, node, phase, since, held, reason}
     /elasticep/v1/groups/<group>/history/<epoch>  {sentence, members, expelled, at_unix_ms}
+    /elasticep/v1/groups/<group>/rebalance        {paused, asked, placement}: what an operator wants
 
 One leader serves all groups, because a node has one session for all of them. Only the leader key
 has a lease: incarnations and endpoints must outlive every process that wrote them.
 """
 
+import base64
 import json
 import zlib
 from collections.abc import Iterable
@@ -21,6 +23,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from elasticep.control import events as ev
+from elasticep.control.placement import Placement
 from elasticep.control.state import HISTORY_LENGTH, Saved
 from elasticep.control.store import Delete, KeyValue, Put
 from elasticep.control.views import View
@@ -92,6 +95,10 @@ def operations(group: str, write: ev.Write, at_unix_ms: int) -> list[Put | Delet
         return [Put(f"{base}/adopted", str(write.epoch).encode())]
     if isinstance(write, ev.SaveSeat):
         return [Put(f"{base}/members/{write.rank}", _json(asdict(write)))]
+    if isinstance(write, ev.SaveRebalance):
+        placement = base64.b64encode(write.placement).decode()
+        content = {"paused": write.paused, "asked": write.asked, "placement": placement}
+        return [Put(f"{base}/rebalance", _json(content))]
     view = write.view
     history = {
         "sentence": view.describe(),
@@ -149,6 +156,7 @@ def _saved(config: GroupConfig, keys: dict[str, KeyValue]) -> Saved:
         history=tuple(
             _read(keys[key], lambda v: str(json.loads(v)["sentence"])) for key in history
         ),
+        rebalance=_read(keys["rebalance"], _rebalance) if "rebalance" in keys else None,
     )
 
 
@@ -179,6 +187,14 @@ def _view(config: GroupConfig, value: bytes) -> View:
 
 def _seat(value: bytes) -> ev.SaveSeat:
     return ev.SaveSeat(**json.loads(value))
+
+
+def _rebalance(value: bytes) -> ev.SaveRebalance:
+    plain = json.loads(value)
+    placement = base64.b64decode(plain["placement"], validate=True)
+    if placement:
+        Placement.from_bytes(placement)
+    return ev.SaveRebalance(str(plain["paused"]), str(plain["asked"]), placement)
 
 
 def _json(plain: object) -> bytes:

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from structlog.typing import FilteringBoundLogger
 
 from elasticep.control import events as ev
-from elasticep.control import messages
+from elasticep.control import messages, operating
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.session import NodeSession
 from elasticep.control.status import cluster_status
@@ -130,6 +130,30 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
             return controller_pb2.UndrainResponse()
 
         return await self._typed(context, work)
+
+    async def Rebalance(  # noqa: N802
+        self, request: controller_pb2.RebalanceRequest, context: Context
+    ) -> controller_pb2.RebalanceResponse:
+        """Plan a rebalance, and carry it out in the background."""
+
+        async def work() -> controller_pb2.RebalanceResponse:
+            return await operating.rebalance(self._controller.leading(), request)
+
+        return await self._typed(context, work)
+
+    async def WatchRebalance(  # noqa: N802
+        self, request: controller_pb2.WatchRebalanceRequest, context: Context
+    ) -> AsyncIterator[controller_pb2.RebalanceStatus]:
+        """How far the background is, after every change."""
+        try:
+            changes = operating.watch(self._controller.leading(), request.group)
+            async with aclosing(changes):
+                async for status in changes:
+                    yield status
+        except NotLeader as error:
+            await abort(context, error, {"leader": self._controller.leader_address})
+        except ElasticEPError as error:
+            await abort(context, error)
 
     async def WatchView(  # noqa: N802
         self, request: controller_pb2.WatchViewRequest, context: Context

@@ -24,6 +24,7 @@ class Saved:
     adopted: int = 0
     seats: tuple[ev.SaveSeat, ...] = ()
     history: tuple[str, ...] = ()
+    rebalance: ev.SaveRebalance | None = None
 
 
 @dataclass(slots=True)

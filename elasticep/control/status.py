@@ -1,8 +1,12 @@
 """What `GetCluster` answers: the cluster's state in words. Pure."""
 
+from elasticep.control.background import Background
 from elasticep.control.cluster import Cluster
 from elasticep.control.membership import Membership
+from elasticep.control.planning import imbalances
+from elasticep.control.rebalance import Rebalancer
 from elasticep.control.seats import Phase, Seat
+from elasticep.control.views import View
 from elasticep.proto import controller_pb2
 
 
@@ -20,7 +24,10 @@ def cluster_status(
         memberships = [cluster.groups[name] for name in sorted(cluster.groups)]
     return controller_pb2.GetClusterResponse(
         leader=leader,
-        groups=[group_status(membership) for membership in memberships],
+        groups=[
+            group_status(membership, cluster.background[membership.config.name], now_ms)
+            for membership in memberships
+        ],
         nodes=[
             controller_pb2.NodeStatus(
                 endpoint=node.endpoint.to_proto(),
@@ -32,7 +39,9 @@ def cluster_status(
     )
 
 
-def group_status(membership: Membership) -> controller_pb2.GroupStatus:
+def group_status(
+    membership: Membership, background: Background, now_ms: int
+) -> controller_pb2.GroupStatus:
     """One group: every seat that was ever given out or is held back."""
     view = membership.view
     return controller_pb2.GroupStatus(
@@ -54,7 +63,55 @@ def group_status(membership: Membership) -> controller_pb2.GroupStatus:
         history=membership.history,
         waiting=membership.waiting,
         lost_experts=len(view.lost) if view else 0,
+        load=_load_status(background, view) if view else None,
+        rebalance=rebalance_status(background.rebalancer, now_ms),
     )
+
+
+def _load_status(background: Background, view: View) -> controller_pb2.LoadStatus:
+    each = imbalances(view.placement, background.around, view.ranks)
+    return controller_pb2.LoadStatus(
+        known=background.around.loads is not None,
+        imbalance=float(each.mean()),
+        worst_imbalance=float(each.max()),
+        tokens=background.loads.counted,
+        layers=each.tolist(),
+    )
+
+
+def rebalance_status(rebalancer: Rebalancer, now_ms: int) -> controller_pb2.RebalanceStatus:
+    """What the background does and did."""
+    run, last = rebalancer.run, rebalancer.last
+    status = controller_pb2.RebalanceStatus(
+        doing=rebalancer.doing,
+        why=rebalancer.why,
+        paused=rebalancer.paused,
+        asked=rebalancer.asked,
+        progress_ms_ago=max(0, now_ms - rebalancer.progress_ms),
+        looked_ms_ago=max(0, now_ms - rebalancer.alive_ms),
+        completed=rebalancer.completed,
+        stuck=rebalancer.stuck,
+    )
+    if run is not None:
+        status.stage, status.stages = run.stage, len(run.planned.path)
+        status.moves_done, status.moves = run.moves_done, sum(run.moves)
+        size = run.planned.job.policy.bytes_of(0)
+        status.bytes = sum(run.moves) * size
+        status.bytes_done = min(run.bytes_done + rebalancer.loaded_bytes, status.bytes)
+    if last is not None:
+        status.last.CopyFrom(
+            controller_pb2.RebalanceResult(
+                done=last.done,
+                why=last.why,
+                imbalance_before=last.before,
+                imbalance_after=last.after,
+                moves=last.moves,
+                move_bytes=last.move_bytes,
+                took_ms=last.took_ms,
+                ended_ms_ago=max(0, now_ms - last.at_ms),
+            )
+        )
+    return status
 
 
 def _reason(seat: Seat) -> str:

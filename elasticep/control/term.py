@@ -10,16 +10,20 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from structlog.typing import FilteringBoundLogger
 
 from elasticep.control import events as ev
 from elasticep.control import messages, records
+from elasticep.control.background import Ask, Pause, Resume
 from elasticep.control.cluster import Cluster, Outcomes
 from elasticep.control.election import STORE_ERRORS, Deposed, Lead
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.metrics import ControllerMetrics
+from elasticep.control.planning import PlanJob, Planned
+from elasticep.control.rebalance import Rebalancer
 from elasticep.control.records import LEADER
 from elasticep.control.session import NodeSession
 from elasticep.control.store import Delete, ModRevision, Put, Store
@@ -32,7 +36,9 @@ TICK_S: Final = 0.05
 _WRITE_S: Final = 1.0  # one attempt of a transaction
 _OPERATIONS: Final = 100  # of one transaction
 _MAX_QUEUED_WRITES: Final = 10_000
-_QUIET: Final = frozenset({"view.waiting", "staged.ignored"})
+_QUIET: Final = frozenset(
+    {"view.waiting", "staged.ignored", "load.counted", "load.window", "rebalance.planned"}
+)
 
 
 @dataclass(slots=True)
@@ -83,7 +89,9 @@ class Term:
             name: m.view for name, m in self.cluster.groups.items() if m.view is not None
         }
         self._changed = asyncio.Event()
+        self._plans: set[asyncio.Task[None]] = set()
         self.over = False
+        self._show_ages()
         self._heartbeat = ControllerMessage(
             heartbeat=ControllerHeartbeat(leader_revision=lead.revision)
         )
@@ -91,6 +99,15 @@ class Term:
     def now_ms(self) -> int:
         """The clock of all events."""
         return int(self._clock() * 1_000)
+
+    def _show_ages(self) -> None:
+        """A scrape sees how long ago the background made progress, also if ticks have stopped."""
+        for name, background in self.cluster.background.items():
+            age = partial(self._age_s, background.rebalancer)
+            self._metrics.rebalance_age.labels(name).set_function(age)
+
+    def _age_s(self, rebalancer: Rebalancer) -> float:
+        return 0.0 if self.over else max(0.0, self._clock() - rebalancer.progress_ms / 1_000)
 
     async def run(self) -> None:
         """Lead until something ends the term; raises what did."""
@@ -113,6 +130,8 @@ class Term:
         over = NotLeader("this controller does not lead any more; connect to the next leader")
         for session in list(self._sessions.values()):
             session.close(over)
+        for task in self._plans:
+            task.cancel()
         while not self._commits.empty():
             self._commits.get_nowait().done.cancel()
         self._changed.set()
@@ -162,6 +181,7 @@ class Term:
         """Create a group; returns once that is in the store. `GroupMismatch` when it differs."""
         now_ms = self.now_ms()
         created, outcomes = self.cluster.create_group(config, now_ms)
+        self._show_ages()
         commit = _Commit(config.name, [records.put_config(config)] if created else [], None, ())
         self._enqueue(commit)
         self._do(outcomes)
@@ -173,6 +193,17 @@ class Term:
         self.cluster.membership(group)
         commits = self._do(self.cluster.report(group, event, self.now_ms()))
         for commit in commits:
+            await self._durable(commit)
+
+    async def plan(self, job: PlanJob) -> Planned:
+        """Make a plan that is only looked at."""
+        return self._planned(job) if job.small else await asyncio.to_thread(self._planned, job)
+
+    async def rebalance(self, group: str, event: Ask | Pause | Resume) -> None:
+        """What an operator wants of the background; returns once that is in the store."""
+        self.cluster.membership(group)
+        outcomes = self.cluster.background[group].operate(event, self.now_ms())
+        for commit in self._do([(group, outcome) for outcome in outcomes]):
             await self._durable(commit)
 
     async def _durable(self, commit: _Commit) -> None:
@@ -339,10 +370,35 @@ class Term:
             await asyncio.sleep(TICK_S)
             outcomes, drop = self.cluster.tick(self.now_ms())
             self._guarded(lambda o=outcomes: o)  # type: ignore[misc]
+            self._plan()
             for name in drop:
                 if name in self._sessions:
                     silent = f"node {name} was not heard of; it must say hello again"
                     self._sessions[name].close(Unavailable(silent))
+
+    def _plan(self) -> None:
+        """Make the plans that are wanted; what takes long, beside everything else."""
+        for job in self.cluster.take_jobs():
+            if job.small:
+                planned = self._planned(job)
+                self._guarded(lambda p=planned: self.cluster.planned(p, self.now_ms()))  # type: ignore[misc]
+                continue
+            task = asyncio.ensure_future(self._plan_aside(job))
+            self._plans.add(task)
+            task.add_done_callback(self._plans.discard)
+
+    async def _plan_aside(self, job: PlanJob) -> None:
+        planned = await asyncio.to_thread(self._planned, job)
+        if not self.over:
+            self._guarded(lambda: self.cluster.planned(planned, self.now_ms()))
+
+    def _planned(self, job: PlanJob) -> Planned:
+        try:
+            return job.run()
+        except Exception as error:  # serving goes on without; it is said, and tried again
+            self._metrics.faults.inc()
+            self._log.exception("rebalance.fault", error=str(error))
+            return job.failed(f"{type(error).__name__}: {error}")
 
     async def _beat(self) -> None:
         while True:

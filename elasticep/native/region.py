@@ -55,6 +55,13 @@ def layout(geometry: abi.Geometry) -> Layout:
     return Layout(info.digest, info.header_bytes, info.data_bytes, info.bank_bytes)
 
 
+def loads_offset(geometry: abi.Geometry) -> int:
+    """Where a rank's load counters lie in its data region: uint64 [layers, experts]."""
+    offset = ctypes.c_uint64(0)
+    abi.check(abi.api().ep_layout_loads(geometry, offset), "")
+    return offset.value
+
+
 def create_memory(name: str, size: int) -> int:
     """A sealed memfd of `size` bytes with every page reserved; the caller closes it.
 

@@ -8,6 +8,7 @@ from elasticep.proto import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,39 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RebalanceAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RebalanceActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RebalanceAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REBALANCE_ACTION_UNSPECIFIED: _RebalanceAction.ValueType  # 0
+    """carry it out if it is worth it"""
+    REBALANCE_ACTION_DRY_RUN: _RebalanceAction.ValueType  # 1
+    """only plan"""
+    REBALANCE_ACTION_FORCE: _RebalanceAction.ValueType  # 2
+    """also when it is not worth it; what could not be loaded is tried again"""
+    REBALANCE_ACTION_PAUSE: _RebalanceAction.ValueType  # 3
+    """nothing is moved in the background until RESUME"""
+    REBALANCE_ACTION_RESUME: _RebalanceAction.ValueType  # 4
+    REBALANCE_ACTION_IMPORT: _RebalanceAction.ValueType  # 5
+    """go to the placement in plan_json"""
+
+class RebalanceAction(_RebalanceAction, metaclass=_RebalanceActionEnumTypeWrapper): ...
+
+REBALANCE_ACTION_UNSPECIFIED: RebalanceAction.ValueType  # 0
+"""carry it out if it is worth it"""
+REBALANCE_ACTION_DRY_RUN: RebalanceAction.ValueType  # 1
+"""only plan"""
+REBALANCE_ACTION_FORCE: RebalanceAction.ValueType  # 2
+"""also when it is not worth it; what could not be loaded is tried again"""
+REBALANCE_ACTION_PAUSE: RebalanceAction.ValueType  # 3
+"""nothing is moved in the background until RESUME"""
+REBALANCE_ACTION_RESUME: RebalanceAction.ValueType  # 4
+REBALANCE_ACTION_IMPORT: RebalanceAction.ValueType  # 5
+"""go to the placement in plan_json"""
+Global___RebalanceAction: _TypeAlias = RebalanceAction  # noqa: Y015
 
 @_typing.final
 class CreateGroupRequest(_message.Message):
@@ -70,6 +104,7 @@ class NodeMessage(_message.Message):
     ADOPTED_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___NodeHello: ...
     @_builtins.property
@@ -84,6 +119,8 @@ class NodeMessage(_message.Message):
     def wait(self) -> Global___WaitReport: ...
     @_builtins.property
     def heartbeat(self) -> Global___NodeHeartbeat: ...
+    @_builtins.property
+    def load(self) -> Global___LoadReport: ...
     def __init__(
         self,
         *,
@@ -93,12 +130,13 @@ class NodeMessage(_message.Message):
         adopted: Global___Adopted | None = ...,
         wait: Global___WaitReport | None = ...,
         heartbeat: Global___NodeHeartbeat | None = ...,
+        load: Global___LoadReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "seat", b"seat", "staged", b"staged", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "seat", b"seat", "staged", b"staged", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "seat", b"seat", "staged", b"staged", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "seat", b"seat", "staged", b"staged", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "seat", "staged", "adopted", "wait", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "seat", "staged", "adopted", "wait", "heartbeat", "load"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -202,6 +240,46 @@ class RankProgress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankProgress: _TypeAlias = RankProgress  # noqa: Y015
+
+@_typing.final
+class LoadReport(_message.Message):
+    """Token counters of some layers of an attached rank, as they are in its memory: since that memory was
+    made, over incarnations. Sent when they changed, and all of them after every NodeHello.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.int
+    memory: _builtins.int
+    """tells memories of a node apart; another one counts from zero"""
+    first_layer: _builtins.int
+    counters: _builtins.bytes
+    """int64, little-endian, [some layers][experts]; 1 MiB at most"""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        memory: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        counters: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "first_layer", b"first_layer", "group", b"group", "incarnation", b"incarnation", "memory", b"memory", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class Staged(_message.Message):
@@ -580,6 +658,8 @@ class GroupStatus(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     LOST_EXPERTS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    REBALANCE_FIELD_NUMBER: _builtins.int
     adopted_epoch: _builtins.int
     """lowest epoch that every live member reported"""
     waiting: _builtins.str
@@ -598,6 +678,10 @@ class GroupStatus(_message.Message):
     def history(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one sentence per epoch, newest last"""
 
+    @_builtins.property
+    def load(self) -> Global___LoadStatus: ...
+    @_builtins.property
+    def rebalance(self) -> Global___RebalanceStatus: ...
     def __init__(
         self,
         *,
@@ -608,14 +692,56 @@ class GroupStatus(_message.Message):
         history: _abc.Iterable[_builtins.str] | None = ...,
         waiting: _builtins.str = ...,
         lost_experts: _builtins.int = ...,
+        load: Global___LoadStatus | None = ...,
+        rebalance: Global___RebalanceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "load", b"load", "rebalance", b"rebalance", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "lost_experts", b"lost_experts", "ranks", b"ranks", "view", b"view", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "load", b"load", "lost_experts", b"lost_experts", "ranks", b"ranks", "rebalance", b"rebalance", "view", b"view", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class LoadStatus(_message.Message):
+    """Imbalance is the busiest rank's load over the mean of the members."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
+    WORST_IMBALANCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """there were tokens enough; else imbalance is with equal loads"""
+    imbalance: _builtins.float
+    """average over layers"""
+    worst_imbalance: _builtins.float
+    """of the worst layer"""
+    tokens: _builtins.int
+    """tokens x top-k over all layers that this leader heard of"""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """imbalance of each"""
+
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        imbalance: _builtins.float = ...,
+        worst_imbalance: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+        layers: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "known", b"known", "layers", b"layers", "tokens", b"tokens", "worst_imbalance", b"worst_imbalance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadStatus: _TypeAlias = LoadStatus  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):
@@ -753,3 +879,305 @@ class UndrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UndrainResponse: _TypeAlias = UndrainResponse  # noqa: Y015
+
+@_typing.final
+class RebalanceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PLAN_JSON_FIELD_NUMBER: _builtins.int
+    FOR_ENGINES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    action: Global___RebalanceAction.ValueType
+    reason: _builtins.str
+    """of PAUSE"""
+    plan_json: _builtins.str
+    """of IMPORT: any form of elasticep/control/planfile.py"""
+    for_engines: _builtins.bool
+    """of DRY_RUN: replicas share evenly and no slot is empty"""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        action: Global___RebalanceAction.ValueType = ...,
+        reason: _builtins.str = ...,
+        plan_json: _builtins.str = ...,
+        for_engines: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "for_engines", b"for_engines", "group", b"group", "plan_json", b"plan_json", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceRequest: _TypeAlias = RebalanceRequest  # noqa: Y015
+
+@_typing.final
+class LayerPlan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMBALANCE_BEFORE_FIELD_NUMBER: _builtins.int
+    IMBALANCE_AFTER_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    imbalance_before: _builtins.float
+    imbalance_after: _builtins.float
+    bound: _builtins.float
+    """no placement on these slots is below it"""
+    moves: _builtins.int
+    method: _builtins.str
+    """kept, repaired, fresh, imported"""
+    def __init__(
+        self,
+        *,
+        imbalance_before: _builtins.float = ...,
+        imbalance_after: _builtins.float = ...,
+        bound: _builtins.float = ...,
+        moves: _builtins.int = ...,
+        method: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "imbalance_after", b"imbalance_after", "imbalance_before", b"imbalance_before", "method", b"method", "moves", b"moves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerPlan: _TypeAlias = LayerPlan  # noqa: Y015
+
+@_typing.final
+class PlanSummary(_message.Message):
+    """Imbalances are averages over layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMBALANCE_BEFORE_FIELD_NUMBER: _builtins.int
+    IMBALANCE_AFTER_FIELD_NUMBER: _builtins.int
+    WORST_BEFORE_FIELD_NUMBER: _builtins.int
+    WORST_AFTER_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    MOVE_BYTES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    SINGLE_BEFORE_FIELD_NUMBER: _builtins.int
+    SINGLE_AFTER_FIELD_NUMBER: _builtins.int
+    LOST_BEFORE_FIELD_NUMBER: _builtins.int
+    LOST_AFTER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    imbalance_before: _builtins.float
+    imbalance_after: _builtins.float
+    worst_before: _builtins.float
+    worst_after: _builtins.float
+    bound: _builtins.float
+    """of the worst layer"""
+    moves: _builtins.int
+    """copies of an expert's weights"""
+    move_bytes: _builtins.int
+    """0: engines keep the weights"""
+    stages: _builtins.int
+    """views that it takes"""
+    single_before: _builtins.int
+    """(layer, expert) pairs with one copy"""
+    single_after: _builtins.int
+    lost_before: _builtins.int
+    lost_after: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerPlan]: ...
+    def __init__(
+        self,
+        *,
+        imbalance_before: _builtins.float = ...,
+        imbalance_after: _builtins.float = ...,
+        worst_before: _builtins.float = ...,
+        worst_after: _builtins.float = ...,
+        bound: _builtins.float = ...,
+        moves: _builtins.int = ...,
+        move_bytes: _builtins.int = ...,
+        stages: _builtins.int = ...,
+        single_before: _builtins.int = ...,
+        single_after: _builtins.int = ...,
+        lost_before: _builtins.int = ...,
+        lost_after: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        layers: _abc.Iterable[Global___LayerPlan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "imbalance_after", b"imbalance_after", "imbalance_before", b"imbalance_before", "layers", b"layers", "lost_after", b"lost_after", "lost_before", b"lost_before", "move_bytes", b"move_bytes", "moves", b"moves", "reason", b"reason", "single_after", b"single_after", "single_before", b"single_before", "stages", b"stages", "worst_after", b"worst_after", "worst_before", b"worst_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanSummary: _TypeAlias = PlanSummary  # noqa: Y015
+
+@_typing.final
+class RebalanceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """it is, or will be, carried out"""
+    reason: _builtins.str
+    placement: _builtins.bytes
+    """the plan's, Placement.to_bytes"""
+    @_builtins.property
+    def plan(self) -> Global___PlanSummary:
+        """not set by PAUSE and RESUME"""
+
+    @_builtins.property
+    def status(self) -> Global___RebalanceStatus: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        plan: Global___PlanSummary | None = ...,
+        status: Global___RebalanceStatus | None = ...,
+        placement: _builtins.bytes = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "members", b"members", "placement", b"placement", "plan", b"plan", "reason", b"reason", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceResponse: _TypeAlias = RebalanceResponse  # noqa: Y015
+
+@_typing.final
+class WatchRebalanceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRebalanceRequest: _TypeAlias = WatchRebalanceRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    IMBALANCE_BEFORE_FIELD_NUMBER: _builtins.int
+    IMBALANCE_AFTER_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    MOVE_BYTES_FIELD_NUMBER: _builtins.int
+    TOOK_MS_FIELD_NUMBER: _builtins.int
+    ENDED_MS_AGO_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """all stages were adopted"""
+    why: _builtins.str
+    imbalance_before: _builtins.float
+    imbalance_after: _builtins.float
+    moves: _builtins.int
+    move_bytes: _builtins.int
+    took_ms: _builtins.int
+    ended_ms_ago: _builtins.int
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        why: _builtins.str = ...,
+        imbalance_before: _builtins.float = ...,
+        imbalance_after: _builtins.float = ...,
+        moves: _builtins.int = ...,
+        move_bytes: _builtins.int = ...,
+        took_ms: _builtins.int = ...,
+        ended_ms_ago: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "ended_ms_ago", b"ended_ms_ago", "imbalance_after", b"imbalance_after", "imbalance_before", b"imbalance_before", "move_bytes", b"move_bytes", "moves", b"moves", "took_ms", b"took_ms", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceResult: _TypeAlias = RebalanceResult  # noqa: Y015
+
+@_typing.final
+class RebalanceStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOING_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    MOVES_DONE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PROGRESS_MS_AGO_FIELD_NUMBER: _builtins.int
+    LOOKED_MS_AGO_FIELD_NUMBER: _builtins.int
+    COMPLETED_FIELD_NUMBER: _builtins.int
+    STUCK_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    doing: _builtins.str
+    """idle, planning, running"""
+    why: _builtins.str
+    paused: _builtins.str
+    """why; empty: it is not"""
+    asked: _builtins.str
+    """what an operator asked for that is not done: force, import"""
+    stage: _builtins.int
+    """adopted, of"""
+    stages: _builtins.int
+    moves_done: _builtins.int
+    moves: _builtins.int
+    bytes_done: _builtins.int
+    bytes: _builtins.int
+    progress_ms_ago: _builtins.int
+    looked_ms_ago: _builtins.int
+    """when the background looked last"""
+    completed: _builtins.int
+    """by this leader"""
+    stuck: _builtins.int
+    @_builtins.property
+    def last(self) -> Global___RebalanceResult: ...
+    def __init__(
+        self,
+        *,
+        doing: _builtins.str = ...,
+        why: _builtins.str = ...,
+        paused: _builtins.str = ...,
+        asked: _builtins.str = ...,
+        stage: _builtins.int = ...,
+        stages: _builtins.int = ...,
+        moves_done: _builtins.int = ...,
+        moves: _builtins.int = ...,
+        bytes_done: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        progress_ms_ago: _builtins.int = ...,
+        looked_ms_ago: _builtins.int = ...,
+        completed: _builtins.int = ...,
+        stuck: _builtins.int = ...,
+        last: Global___RebalanceResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "bytes", b"bytes", "bytes_done", b"bytes_done", "completed", b"completed", "doing", b"doing", "last", b"last", "looked_ms_ago", b"looked_ms_ago", "moves", b"moves", "moves_done", b"moves_done", "paused", b"paused", "progress_ms_ago", b"progress_ms_ago", "stage", b"stage", "stages", b"stages", "stuck", b"stuck", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceStatus: _TypeAlias = RebalanceStatus  # noqa: Y015

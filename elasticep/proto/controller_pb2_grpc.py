@@ -65,6 +65,16 @@ class ControllerServiceStub(object):
                 request_serializer=elasticep_dot_v1_dot_controller__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=elasticep_dot_v1_dot_controller__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/elasticep.v1.ControllerService/Rebalance',
+                request_serializer=elasticep_dot_v1_dot_controller__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_controller__pb2.RebalanceResponse.FromString,
+                _registered_method=True)
+        self.WatchRebalance = channel.unary_stream(
+                '/elasticep.v1.ControllerService/WatchRebalance',
+                request_serializer=elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -110,6 +120,20 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRebalance(self, request, context):
+        """How far the background is: at once, and after every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +166,16 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=elasticep_dot_v1_dot_controller__pb2.UndrainRequest.FromString,
                     response_serializer=elasticep_dot_v1_dot_controller__pb2.UndrainResponse.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=elasticep_dot_v1_dot_controller__pb2.RebalanceRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_controller__pb2.RebalanceResponse.SerializeToString,
+            ),
+            'WatchRebalance': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRebalance,
+                    request_deserializer=elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +340,60 @@ class ControllerService(object):
             '/elasticep.v1.ControllerService/Undrain',
             elasticep_dot_v1_dot_controller__pb2.UndrainRequest.SerializeToString,
             elasticep_dot_v1_dot_controller__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticep.v1.ControllerService/Rebalance',
+            elasticep_dot_v1_dot_controller__pb2.RebalanceRequest.SerializeToString,
+            elasticep_dot_v1_dot_controller__pb2.RebalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elasticep.v1.ControllerService/WatchRebalance',
+            elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.SerializeToString,
+            elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,10 @@ class ControllerServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_controller_pb2.DrainRequest, _controller_pb2.DrainResponse]
     """Takes ranks out of the view and keeps them out until Undrain."""
     Undrain: _grpc.UnaryUnaryMultiCallable[_controller_pb2.UndrainRequest, _controller_pb2.UndrainResponse]
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_controller_pb2.RebalanceRequest, _controller_pb2.RebalanceResponse]
+    """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise."""
+    WatchRebalance: _grpc.UnaryStreamMultiCallable[_controller_pb2.WatchRebalanceRequest, _controller_pb2.RebalanceStatus]
+    """How far the background is: at once, and after every change."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -56,6 +60,10 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_controller_pb2.DrainRequest, _controller_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes ranks out of the view and keeps them out until Undrain."""
     Undrain: _aio.UnaryUnaryMultiCallable[_controller_pb2.UndrainRequest, _controller_pb2.UndrainResponse]  # type: ignore[assignment]
+    Rebalance: _aio.UnaryUnaryMultiCallable[_controller_pb2.RebalanceRequest, _controller_pb2.RebalanceResponse]  # type: ignore[assignment]
+    """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise."""
+    WatchRebalance: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRebalanceRequest, _controller_pb2.RebalanceStatus]  # type: ignore[assignment]
+    """How far the background is: at once, and after every change."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -103,5 +111,21 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.UndrainResponse, _abc.Awaitable[_controller_pb2.UndrainResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _controller_pb2.RebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.RebalanceResponse, _abc.Awaitable[_controller_pb2.RebalanceResponse]]:
+        """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise."""
+
+    @_abc_1.abstractmethod
+    def WatchRebalance(
+        self,
+        request: _controller_pb2.WatchRebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controller_pb2.RebalanceStatus], _abc.AsyncIterator[_controller_pb2.RebalanceStatus]]:
+        """How far the background is: at once, and after every change."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,6 +28,7 @@ from elasticep.runtime.hello import Reception
 from elasticep.runtime.limits import Limits
 from elasticep.runtime.liveness.locks import Locks
 from elasticep.runtime.liveness.poller import Poller
+from elasticep.runtime.loads import LoadReporter
 from elasticep.runtime.metrics import Metrics, MetricsPage
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.orders import NodeOrders
@@ -94,6 +95,7 @@ class Daemon:
             session_id=secrets.token_hex(8),
         )
         self._session = Session(self._node, config.controllers, self._orders)
+        self._loads = LoadReporter(self._node, self._registry, self._session)
         self._announcer = Announcer(self._node, self._peer_addresses)
         self._reception = Reception(self._node, self._registry)
         self._fd_server = FdServer(config.fd_socket, self._reception, self._limits)
@@ -172,6 +174,8 @@ class Daemon:
             self._page = MetricsPage(self._node.metrics, config.metrics_host, config.metrics_port)
         self._session.start()
         self._background("poller", self._poller.run)
+        if config.load_interval_ms:
+            self._background("loads", self._loads.run)
         if self._notifier.watchdog_s:
             self._background("watchdog", self._ping)
         self._notifier.ready(f"node {config.node}, {len(self._registry.keepers())} seats restored")

@@ -65,6 +65,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._unwritten = 0
         self.changed = Signal()
+        self.connections = 0  # made so far; with each the controller knows the hello and no more
 
     @property
     def connected(self) -> bool:
@@ -151,6 +152,7 @@ class Session:
             self._outbox = asyncio.Queue()
             self._unwritten = 0
             served = True
+            self.connections += 1
             self._node.log.info("controller.connected", address=address)
             self._node.metrics.connected.set(1)
             self.changed.notify()
