@@ -5,7 +5,9 @@
         logits = model(...).logits      # or layers.idle() on a rank without work
 
 Routers, attention and everything else stay where they are. Written for blocks that keep all expert
-weights in `experts.gate_up_proj` and `experts.down_proj` (Qwen3-MoE in transformers 5).
+weights in `experts.gate_up_proj` and `experts.down_proj` (Qwen3-MoE in transformers 5). In a group
+with `weights` experts are computed from the daemon's memory, and the model's own are let go of; it
+need not have loaded them (the `meta` device will do).
 """
 
 from typing import Any, Final, cast
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from elasticep.client.arena import TORCH
 from elasticep.client.auto import AnyExchange
 from elasticep.client.received import Received
 from elasticep.client.session import Session
@@ -71,7 +74,9 @@ class ExchangeMoE(nn.Module):
         return weights, best.indices
 
     def _compute(self, recv: Received) -> None:
-        slots = self._layers.session.slots(self.layer)
+        session = self._layers.session
+        slots = session.slots(self.layer)
+        held = session.weights(self.layer) if self._layers.from_arena else None
         rows, picks = (recv.ids >= 0).nonzero(as_tuple=True)
         local = recv.ids[rows, picks]
         per_rank = recv.out.dim() == 2  # else an output for each choice
@@ -79,7 +84,12 @@ class ExchangeMoE(nn.Module):
         for slot in local.unique().tolist():
             mine = local == slot
             row, pick = rows[mine], picks[mine]
-            y = self._expert(recv.rows[row], slots[slot])
+            if held is None:
+                expert = slots[slot]
+                weights = self.experts.gate_up_proj[expert], self.experts.down_proj[expert]
+            else:
+                weights = held["w13"][slot], held["w2"][slot]
+            y = self._expert(recv.rows[row], *weights)
             if per_rank:
                 total.index_add_(0, row, y.float() * recv.weights[row, pick, None])
             else:
@@ -87,9 +97,8 @@ class ExchangeMoE(nn.Module):
         if per_rank:
             recv.out[rows] = total[rows].to(recv.out.dtype)
 
-    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+    def _expert(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         linear = rowwise_linear if self._layers.rowwise else functional.linear
-        gate_up, down = self.experts.gate_up_proj[expert], self.experts.down_proj[expert]
         gate, up = linear(x.to(gate_up.dtype), gate_up).chunk(2, dim=-1)
         return linear(self.experts.act_fn(gate) * up, down)
 
@@ -104,10 +113,16 @@ class MoELayers:
             batch it came in (products of several rows differ in the last bits on a CPU).
         active: bool `[tokens]` of the running forward pass: which tokens are real; None: all.
         blocks: the replaced blocks, by MoE layer.
+        from_arena: whether the experts' weights are the daemon's.
+        dtype: of the experts' weights.
     """
 
-    def __init__(self, session: Session, exchange: AnyExchange, *, rowwise: bool) -> None:
+    def __init__(
+        self, session: Session, exchange: AnyExchange, *, rowwise: bool, dtype: torch.dtype
+    ) -> None:
         self.session = session
+        self.from_arena = session.config.weights is not None
+        self.dtype = dtype
         self.exchange = exchange
         self.rowwise = rowwise
         self.active: torch.Tensor | None = None
@@ -116,14 +131,11 @@ class MoELayers:
     def idle(self) -> None:
         """Take part in one forward pass without tokens: serve the experts that lie here."""
         geometry = self.session.config.geometry
-        x = torch.empty((0, geometry.hidden), dtype=self._input_dtype())
+        x = torch.empty((0, geometry.hidden), dtype=self.dtype)
         ids = torch.empty((0, geometry.topk), dtype=torch.int64)
         weights = torch.empty((0, geometry.topk))
         for block in self.blocks:
             block.exchange(x, ids, weights)
-
-    def _input_dtype(self) -> torch.dtype:
-        return cast(torch.dtype, self.blocks[0].experts.down_proj.dtype)
 
 
 def rowwise_linear(
@@ -169,10 +181,11 @@ def replace_moe_blocks(
     Raises:
         SpecError: the model has no block that is known here, or the exchange's layout is not one
             this adapter computes.
-        GroupMismatch: the group was created for another model.
+        GroupMismatch: the group was created for another model, or its `weights` are not those of
+            this model's experts: `w13` and `w2` as `elasticep checkpoint` prints them.
     """
-    layers = MoELayers(session, session.exchange(exchange), rowwise=rowwise)
-    for part in layers.exchange.spec.parts():
+    chosen = session.exchange(exchange)
+    for part in chosen.spec.parts():
         if part.by_expert or part.dispatch_dtype.quantised:
             raise SpecError(
                 f"exchange {exchange!r} has layout {part.layout.value!r} and "
@@ -186,6 +199,12 @@ def replace_moe_blocks(
             f"({', '.join(SUPPORTED_BLOCKS)}); write its exchange as docs/client.md shows"
         )
     _require_same_sizes(found, session)
+    dtype = cast(Any, found[0].experts).down_proj.dtype
+    layers = MoELayers(session, chosen, rowwise=rowwise, dtype=dtype)
+    if layers.from_arena:
+        _require_same_weights(found[0], session)
+        for block in found:
+            del cast(Any, block.experts).gate_up_proj, cast(Any, block.experts).down_proj
     layers.blocks = [ExchangeMoE(block, layer, layers) for layer, block in enumerate(found)]
     _replace_children(model, dict(zip(map(id, found), layers.blocks, strict=True)))
     if rowwise:
@@ -220,3 +239,19 @@ def _require_same_sizes(blocks: list[nn.Module], session: Session) -> None:
                 f"{name}: the model has {model_has}, group {session.config.name!r} {group_has}; "
                 "create a group with the model's sizes"
             )
+
+
+def _require_same_weights(block: nn.Module, session: Session) -> None:
+    experts = cast(Any, block.experts)
+    wanted = {
+        name: (str(tensor.dtype), list(tensor.shape[1:]))
+        for name, tensor in (("w13", experts.gate_up_proj), ("w2", experts.down_proj))
+    }
+    spec = session.config.weights
+    assert spec is not None
+    have = {t.name: (str(TORCH[t.dtype]), list(t.shape)) for t in spec.tensors}
+    if have != wanted:
+        raise GroupMismatch(
+            f"weights of an expert: the model has {wanted}, group {session.config.name!r} {have}; "
+            "create the group with what `elasticep checkpoint` prints for the model"
+        )

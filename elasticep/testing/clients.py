@@ -16,10 +16,12 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 
-def attach_to(group: LocalGroup, config: GroupConfig, rank: int) -> Session:
-    """A client session of a rank, in its first incarnation."""
+def attach_to(
+    group: LocalGroup, config: GroupConfig, rank: int, open_arena: Callable[[], int] | None = None
+) -> Session:
+    """A client session of a rank in its first incarnation; `open_arena` gives its arena."""
     handle = NativeHandle(group.socket_path, group.ticket(rank), _ATTACH_MS)
-    return Session(handle, config, rank=rank, incarnation=1)
+    return Session(handle, config, rank=rank, incarnation=1, open_arena=open_arena)
 
 
 def on_all(sessions: Iterable[S], call: Callable[[S], R]) -> list[R]:

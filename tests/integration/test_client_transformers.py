@@ -1,18 +1,27 @@
 """The Hugging Face adapter over real worker processes: what the model says does not change."""
 
 import copy
-from collections.abc import Iterator
+import mmap
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from elasticep.arena import Arena
+from elasticep.checkpoint import open_checkpoint
 from elasticep.client.session import Session
 from elasticep.demo.settings import ROWS, DemoSettings, ModelSizes
 from elasticep.errors import GroupMismatch, SpecError
+from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct
 from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.weights import WeightSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -38,7 +47,7 @@ class Engine:
 
     def __init__(self, session: Session, model: Any, *, rowwise: bool) -> None:
         self.session = session
-        own = copy.deepcopy(model)
+        self.model = own = copy.deepcopy(model)
         self.layers: MoELayers = replace_moe_blocks(own, session, rowwise=rowwise)
         self.decoder = Decoder(own, SIZES, ROWS, len(TEXT))
 
@@ -65,13 +74,54 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def open_group(stack: ExitStack) -> tuple[LocalGroup, list[Session]]:
-    config = DemoSettings(ranks=RANKS, nodes=1, sizes=SIZES).group_config()
+def open_group(
+    stack: ExitStack, arenas: "Arenas | None" = None
+) -> tuple[LocalGroup, list[Session]]:
+    config = group_config(None if arenas is None else arenas.units.spec)
     struct = geometry_struct(config)
     group = stack.enter_context(LocalGroup(struct))
-    sessions = [stack.enter_context(attach_to(group, config, rank)) for rank in range(RANKS)]
+    sessions = [
+        stack.enter_context(attach_to(group, config, rank, arenas and arenas.opener(rank)))
+        for rank in range(RANKS)
+    ]
     group.stage(1, 0, range(RANKS), spread(struct, range(RANKS), copies=2))
     return group, sessions
+
+
+def group_config(weights: WeightSpec | None) -> GroupConfig:
+    config = DemoSettings(ranks=RANKS, nodes=1, sizes=SIZES).group_config()
+    return replace(config, weights=weights)
+
+
+class Arenas:
+    """What daemons would hold: each rank's experts out of the model's checkpoint."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        model.save_pretrained(folder)
+        checkpoint = open_checkpoint(folder)
+        self.units = checkpoint.units(checkpoint.weight_spec())
+        config = group_config(self.units.spec)
+        layout = config.arena_layout()
+        assert layout is not None
+        table = spread(geometry_struct(config), range(RANKS), copies=2)
+        self._fds = []
+        for rank in range(RANKS):
+            fd = os.memfd_create(f"arena-{rank}")
+            os.ftruncate(fd, layout.total_bytes)
+            arena = Arena.format(mmap.mmap(fd, layout.total_bytes), layout, rank)
+            for layer, slot in np.argwhere(table[:, rank] >= 0):
+                expert = int(table[layer, rank, slot])
+                fill = arena.fill(int(layer), int(slot), expert)
+                self.units.read_into(int(layer), expert, fill.pieces())
+                fill.finish()
+            self._fds.append(fd)
+
+    def opener(self, rank: int) -> Callable[[], int]:
+        return lambda: os.open(f"/proc/self/fd/{self._fds[rank]}", os.O_RDONLY)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
 
 def together(engines: list[Engine], rows: list[int | None]) -> list[list[Any]]:
@@ -107,6 +157,35 @@ def test_grouped_products_give_the_same_up_to_rounding(stack: ExitStack, model: 
     for at, right in enumerate(alone(model)):
         for logits in results:
             torch.testing.assert_close(logits[at], right, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_out_of_a_checkpoint_by_way_of_arenas_give_the_same_bits(
+    stack: ExitStack, model: Any, tmp_path: Path
+) -> None:
+    arenas = Arenas(tmp_path, model)
+    stack.callback(arenas.close)
+    _, sessions = open_group(stack, arenas)
+    engines = [Engine(session, model, rowwise=True) for session in sessions]
+    for engine in engines:
+        left = [name for name, _ in engine.model.named_parameters() if ".experts." in name]
+        assert not left, "the model's own experts are let go of"
+    results = together(engines, [0, 2, None])
+    with ExitStack() as own:
+        _, others = open_group(own)
+        keepers = [Engine(session, model, rowwise=True) for session in others]
+        wanted = together(keepers, [1, 0, None])
+    for at in range(len(TEXT)):
+        bits = [*(logits[at] for logits in (*results[:2], *wanted[:2]))]
+        assert all(torch.equal(bits[0], other) for other in bits[1:])
+
+
+def test_weights_of_another_model_are_refused(stack: ExitStack, model: Any, tmp_path: Path) -> None:
+    other = build_model(replace(SIZES, hidden=64), seed=5)
+    arenas = Arenas(tmp_path, other)
+    stack.callback(arenas.close)
+    _, sessions = open_group(stack, arenas)
+    with pytest.raises(GroupMismatch, match=r"weights of an expert: the model has .*'w13'"):
+        replace_moe_blocks(copy.deepcopy(model), sessions[0])
 
 
 def test_group_of_another_model_is_refused(stack: ExitStack, model: Any) -> None:
