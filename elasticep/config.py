@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elasticep import parsers
 from elasticep.errors import ConfigError
 
 CONFIG_VARIABLE = "ELASTICEP_CONFIG"
 MAX_SEAT_RANK = 65_535
-MAX_DEVICE = 1023
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108 with its end; some is left for suffixes
 # Kubernetes gives every pod such variables for a service named elasticep-controller.
 _KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_\w+)$")
@@ -37,53 +37,6 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(names)}"
             raise ConfigError(f"{where} has no setting {key!r}; {hint}")
-
-
-# ---- parsers: each takes what TOML gives or a string, and raises ValueError with what it wants
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a string")
-    return value
-
-
-def _whole(low: int, high: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def _yes_no(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if not isinstance(value, str) or value.strip().lower() not in known:
-        raise ValueError("true or false")
-    return known[value.strip().lower()]
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-        raise ValueError("a list of strings, or one string with commas")
-    return tuple(value)
-
-
-def _devices(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int):
-        value = [value]
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("a list of device numbers, or one string with commas")
-    return tuple(_whole(0, MAX_DEVICE)(item) for item in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +137,9 @@ def _setting(parse: Callable[[Any], Any], **default: Any) -> Any:
 class TlsConfig:
     """Paths of PEM files for mutual TLS: all three, or none."""
 
-    cert: str = _setting(_text, default="")
-    key: str = _setting(_text, default="")
-    ca: str = _setting(_text, default="")
+    cert: str = _setting(parsers.text, default="")
+    key: str = _setting(parsers.text, default="")
+    ca: str = _setting(parsers.text, default="")
 
     def __post_init__(self) -> None:
         given = [bool(self.cert), bool(self.key), bool(self.ca)]
@@ -225,14 +178,14 @@ class ControllerConfig:
         tls: mutual TLS of the gRPC port.
     """
 
-    listen: str = _setting(_text, default="127.0.0.1:7400")
-    advertise: str = _setting(_text, default="")
-    metrics_port: int = _setting(_whole(-1, 65_535), default=-1)
-    metrics_host: str = _setting(_text, default="127.0.0.1")
-    store: str = _setting(_text, default="etcd")
-    etcd_endpoints: tuple[str, ...] = _setting(_texts, default=())
-    lease_ttl_s: int = _setting(_whole(1, 60), default=2)
-    name: str = _setting(_text, default="")
+    listen: str = _setting(parsers.text, default="127.0.0.1:7400")
+    advertise: str = _setting(parsers.text, default="")
+    metrics_port: int = _setting(parsers.whole(-1, 65_535), default=-1)
+    metrics_host: str = _setting(parsers.text, default="127.0.0.1")
+    store: str = _setting(parsers.text, default="etcd")
+    etcd_endpoints: tuple[str, ...] = _setting(parsers.texts, default=())
+    lease_ttl_s: int = _setting(parsers.whole(1, 60), default=2)
+    name: str = _setting(parsers.text, default="")
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
@@ -265,23 +218,30 @@ class DaemonConfig:
         seats: ranks offered, as "group:0-3,6".
         devices: CUDA devices, which a group's seats here take in turn; none: 0, 1, ...
         load_interval_ms: how often the load of experts is reported; 0: never.
+        checkpoint: where expert weights are loaded from: a path, or "group=path" for one group.
+        backup_bytes: host memory for experts that live on other nodes, per group; 0: none.
+        weights_rate: bytes of weights per second that are moved at most while nobody waits for
+            them; 0: no limit.
         fault_injection: whether `InjectFault` is served.
         metrics_port: port of `/metrics`; 0: any free one, -1: none.
         metrics_host: interface of `/metrics`.
         tls: mutual TLS, for the TCP port and towards the controllers.
     """
 
-    node: str = _setting(_text, default_factory=socket.gethostname)
-    domain: str = _setting(_text, default_factory=host_boot_id)
-    socket_dir: str = _setting(_text, default_factory=default_socket_dir)
-    listen: str = _setting(_text, default="")
-    controllers: tuple[str, ...] = _setting(_texts, default=())
+    node: str = _setting(parsers.text, default_factory=socket.gethostname)
+    domain: str = _setting(parsers.text, default_factory=host_boot_id)
+    socket_dir: str = _setting(parsers.text, default_factory=default_socket_dir)
+    listen: str = _setting(parsers.text, default="")
+    controllers: tuple[str, ...] = _setting(parsers.texts, default=())
     seats: tuple[GroupSeats, ...] = _setting(parse_seats, default=())
-    devices: tuple[int, ...] = _setting(_devices, default=())
-    load_interval_ms: int = _setting(_whole(0, 3_600_000), default=1_000)
-    fault_injection: bool = _setting(_yes_no, default=False)
-    metrics_port: int = _setting(_whole(-1, 65_535), default=-1)
-    metrics_host: str = _setting(_text, default="127.0.0.1")
+    devices: tuple[int, ...] = _setting(parsers.devices, default=())
+    load_interval_ms: int = _setting(parsers.whole(0, 3_600_000), default=1_000)
+    checkpoint: tuple[str, ...] = _setting(parsers.texts, default=())
+    backup_bytes: int = _setting(parsers.whole(0, 1 << 50), default=0)
+    weights_rate: int = _setting(parsers.whole(0, 1 << 50), default=0)
+    fault_injection: bool = _setting(parsers.yes_no, default=False)
+    metrics_port: int = _setting(parsers.whole(-1, 65_535), default=-1)
+    metrics_host: str = _setting(parsers.text, default="127.0.0.1")
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
@@ -296,6 +256,11 @@ class DaemonConfig:
             _check_listen("daemon", self.listen, self.tls)
         for address in self.controllers:
             _check_dial("daemon.controllers", address, self.tls)
+
+    def checkpoint_of(self, group: str) -> str:
+        """Path of a group's checkpoint, "" if there is none."""
+        named = dict(item.split("=", 1) for item in self.checkpoint if "=" in item)
+        return named.get(group, next((item for item in self.checkpoint if "=" not in item), ""))
 
     @property
     def grpc_socket(self) -> str:
@@ -319,10 +284,10 @@ class ClientConfig:
     """
 
     socket: str = _setting(
-        _text, default_factory=lambda: str(Path(default_socket_dir()) / "daemon.sock")
+        parsers.text, default_factory=lambda: str(Path(default_socket_dir()) / "daemon.sock")
     )
-    group: str = _setting(_text, default="")
-    rank: int = _setting(_whole(-1, MAX_SEAT_RANK), default=-1)
+    group: str = _setting(parsers.text, default="")
+    rank: int = _setting(parsers.whole(-1, MAX_SEAT_RANK), default=-1)
 
     def __post_init__(self) -> None:
         check_socket_path(self.socket)

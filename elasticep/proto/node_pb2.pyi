@@ -193,6 +193,61 @@ class SeatStatus(_message.Message):
 Global___SeatStatus: _TypeAlias = SeatStatus  # noqa: Y015
 
 @_typing.final
+class ArenaStatus(_message.Message):
+    """Memory for expert weights on this node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BACKUP_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    VALID_FIELD_NUMBER: _builtins.int
+    FILLING_FIELD_NUMBER: _builtins.int
+    STAGING_EPOCH_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    rank: _builtins.int
+    """of a seat's arena"""
+    backup: _builtins.bool
+    """host-memory backup of the group; `rank` means nothing"""
+    bytes: _builtins.int
+    """of memory"""
+    slots: _builtins.int
+    """of all layers"""
+    valid: _builtins.int
+    """slots with a whole expert"""
+    filling: _builtins.int
+    staging_epoch: _builtins.int
+    """view whose weights are being put in place; 0: none"""
+    done_bytes: _builtins.int
+    """of that view, or of the backup"""
+    total_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        backup: _builtins.bool = ...,
+        bytes: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        valid: _builtins.int = ...,
+        filling: _builtins.int = ...,
+        staging_epoch: _builtins.int = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "bytes", b"bytes", "done_bytes", b"done_bytes", "filling", b"filling", "group", b"group", "rank", b"rank", "slots", b"slots", "staging_epoch", b"staging_epoch", "total_bytes", b"total_bytes", "valid", b"valid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArenaStatus: _TypeAlias = ArenaStatus  # noqa: Y015
+
+@_typing.final
 class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -200,11 +255,17 @@ class GetStatusResponse(_message.Message):
     DOMAIN_FIELD_NUMBER: _builtins.int
     CONTROLLER_CONNECTED_FIELD_NUMBER: _builtins.int
     SEATS_FIELD_NUMBER: _builtins.int
+    ARENAS_FIELD_NUMBER: _builtins.int
+    MOVER_PID_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     domain: _builtins.str
     controller_connected: _builtins.bool
+    mover_pid: _builtins.int
+    """process that copies weights; 0: none"""
     @_builtins.property
     def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeatStatus]: ...
+    @_builtins.property
+    def arenas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArenaStatus]: ...
     def __init__(
         self,
         *,
@@ -212,14 +273,177 @@ class GetStatusResponse(_message.Message):
         domain: _builtins.str = ...,
         controller_connected: _builtins.bool = ...,
         seats: _abc.Iterable[Global___SeatStatus] | None = ...,
+        arenas: _abc.Iterable[Global___ArenaStatus] | None = ...,
+        mover_pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_connected", b"controller_connected", "domain", b"domain", "node", b"node", "seats", b"seats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "controller_connected", b"controller_connected", "domain", b"domain", "mover_pid", b"mover_pid", "node", b"node", "seats", b"seats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class FindExpertsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Layer and expert of each, side by side; at most 65536."""
+
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        experts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "group", b"group", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindExpertsRequest: _TypeAlias = FindExpertsRequest  # noqa: Y015
+
+@_typing.final
+class FindExpertsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Found(_message.Message):
+        """What this node knows of one of them; nothing is said of those it knows nothing of."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        INDEX_FIELD_NUMBER: _builtins.int
+        CHECKSUM_FIELD_NUMBER: _builtins.int
+        REPLICAS_FIELD_NUMBER: _builtins.int
+        BACKUP_FIELD_NUMBER: _builtins.int
+        index: _builtins.int
+        """in the request"""
+        checksum: _builtins.bytes
+        """16 bytes; what this node knows the expert to sum up to"""
+        backup: _builtins.bool
+        @_builtins.property
+        def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindExpertsResponse.Replica]: ...
+        def __init__(
+            self,
+            *,
+            index: _builtins.int = ...,
+            checksum: _builtins.bytes = ...,
+            replicas: _abc.Iterable[Global___FindExpertsResponse.Replica] | None = ...,
+            backup: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "checksum", b"checksum", "index", b"index", "replicas", b"replicas"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Replica(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        RANK_FIELD_NUMBER: _builtins.int
+        INCARNATION_FIELD_NUMBER: _builtins.int
+        SLOT_FIELD_NUMBER: _builtins.int
+        rank: _builtins.int
+        incarnation: _builtins.int
+        slot: _builtins.int
+        def __init__(
+            self,
+            *,
+            rank: _builtins.int = ...,
+            incarnation: _builtins.int = ...,
+            slot: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "rank", b"rank", "slot", b"slot"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindExpertsResponse.Found]: ...
+    def __init__(
+        self,
+        *,
+        found: _abc.Iterable[Global___FindExpertsResponse.Found] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindExpertsResponse: _TypeAlias = FindExpertsResponse  # noqa: Y015
+
+@_typing.final
+class ReadExpertRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    BACKUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    layer: _builtins.int
+    expert: _builtins.int
+    backup: _builtins.bool
+    """from the backup; else from this rank under this incarnation"""
+    rank: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        layer: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        backup: _builtins.bool = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "expert", b"expert", "group", b"group", "incarnation", b"incarnation", "layer", b"layer", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadExpertRequest: _TypeAlias = ReadExpertRequest  # noqa: Y015
+
+@_typing.final
+class ReadExpertChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    checksum: _builtins.bytes
+    """in the first chunk: what the label says"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        checksum: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadExpertChunk: _TypeAlias = ReadExpertChunk  # noqa: Y015
 
 @_typing.final
 class ReportDeathRequest(_message.Message):

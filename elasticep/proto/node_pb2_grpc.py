@@ -59,6 +59,16 @@ class NodeServiceStub(object):
                 request_serializer=elasticep_dot_v1_dot_node__pb2.InjectFaultRequest.SerializeToString,
                 response_deserializer=elasticep_dot_v1_dot_node__pb2.InjectFaultResponse.FromString,
                 _registered_method=True)
+        self.FindExperts = channel.unary_unary(
+                '/elasticep.v1.NodeService/FindExperts',
+                request_serializer=elasticep_dot_v1_dot_node__pb2.FindExpertsRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_node__pb2.FindExpertsResponse.FromString,
+                _registered_method=True)
+        self.ReadExpert = channel.unary_stream(
+                '/elasticep.v1.NodeService/ReadExpert',
+                request_serializer=elasticep_dot_v1_dot_node__pb2.ReadExpertRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_node__pb2.ReadExpertChunk.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -97,6 +107,20 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindExperts(self, request, context):
+        """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadExpert(self, request, context):
+        """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +148,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.InjectFault,
                     request_deserializer=elasticep_dot_v1_dot_node__pb2.InjectFaultRequest.FromString,
                     response_serializer=elasticep_dot_v1_dot_node__pb2.InjectFaultResponse.SerializeToString,
+            ),
+            'FindExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindExperts,
+                    request_deserializer=elasticep_dot_v1_dot_node__pb2.FindExpertsRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_node__pb2.FindExpertsResponse.SerializeToString,
+            ),
+            'ReadExpert': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadExpert,
+                    request_deserializer=elasticep_dot_v1_dot_node__pb2.ReadExpertRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_node__pb2.ReadExpertChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +295,60 @@ class NodeService(object):
             '/elasticep.v1.NodeService/InjectFault',
             elasticep_dot_v1_dot_node__pb2.InjectFaultRequest.SerializeToString,
             elasticep_dot_v1_dot_node__pb2.InjectFaultResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticep.v1.NodeService/FindExperts',
+            elasticep_dot_v1_dot_node__pb2.FindExpertsRequest.SerializeToString,
+            elasticep_dot_v1_dot_node__pb2.FindExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadExpert(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/elasticep.v1.NodeService/ReadExpert',
+            elasticep_dot_v1_dot_node__pb2.ReadExpertRequest.SerializeToString,
+            elasticep_dot_v1_dot_node__pb2.ReadExpertChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class NodeServiceStub:
     """Daemon to daemon: an incarnation is dead; its dead word is set on this node."""
     InjectFault: _grpc.UnaryUnaryMultiCallable[_node_pb2.InjectFaultRequest, _node_pb2.InjectFaultResponse]
     """Only when the daemon's config enables it."""
+    FindExperts: _grpc.UnaryUnaryMultiCallable[_node_pb2.FindExpertsRequest, _node_pb2.FindExpertsResponse]
+    """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to."""
+    ReadExpert: _grpc.UnaryStreamMultiCallable[_node_pb2.ReadExpertRequest, _node_pb2.ReadExpertChunk]
+    """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
 
 @_typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -51,6 +55,10 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """Daemon to daemon: an incarnation is dead; its dead word is set on this node."""
     InjectFault: _aio.UnaryUnaryMultiCallable[_node_pb2.InjectFaultRequest, _node_pb2.InjectFaultResponse]  # type: ignore[assignment]
     """Only when the daemon's config enables it."""
+    FindExperts: _aio.UnaryUnaryMultiCallable[_node_pb2.FindExpertsRequest, _node_pb2.FindExpertsResponse]  # type: ignore[assignment]
+    """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to."""
+    ReadExpert: _aio.UnaryStreamMultiCallable[_node_pb2.ReadExpertRequest, _node_pb2.ReadExpertChunk]  # type: ignore[assignment]
+    """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
 
 class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +98,21 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.InjectFaultResponse, _abc.Awaitable[_node_pb2.InjectFaultResponse]]:
         """Only when the daemon's config enables it."""
+
+    @_abc_1.abstractmethod
+    def FindExperts(
+        self,
+        request: _node_pb2.FindExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.FindExpertsResponse, _abc.Awaitable[_node_pb2.FindExpertsResponse]]:
+        """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to."""
+
+    @_abc_1.abstractmethod
+    def ReadExpert(
+        self,
+        request: _node_pb2.ReadExpertRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.ReadExpertChunk], _abc.AsyncIterator[_node_pb2.ReadExpertChunk]]:
+        """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -41,6 +41,7 @@ from elasticep.runtime.sockets import SocketDir
 from elasticep.runtime.systemd import Notifier, take_stored_fds
 from elasticep.runtime.tickets import TicketOffice
 from elasticep.runtime.transport.server import FdServer
+from elasticep.runtime.weights.driver import MoverDriver
 
 if TYPE_CHECKING:
     import grpc
@@ -82,7 +83,9 @@ class Daemon:
             send=lambda message: self._session.send(message),
             save=self._save_soon,
             announce=self._announce,
+            mover=MoverDriver(config, self._limits, log),
         )
+        self._node.mover.metrics.register(self._node.metrics.registry)
         self._registry = Registry(self._node)
         self._groups_changed = Signal()
         self._poller = Poller(self._node, self._registry)
@@ -173,6 +176,9 @@ class Daemon:
         if config.metrics_port >= 0:
             self._page = MetricsPage(self._node.metrics, config.metrics_host, config.metrics_port)
         self._session.start()
+        for group in self._registry.groups.values():
+            if group.weights is not None:
+                group.weights.resume()
         self._background("poller", self._poller.run)
         if config.load_interval_ms:
             self._background("loads", self._loads.run)
@@ -328,10 +334,11 @@ class Daemon:
         if self._leave and self._registry.groups:
             self._save()
         if not self._leave:
-            for keeper in self._registry.keepers():
-                keeper.drop_memory()
+            for group in self._registry.groups.values():
+                group.drop_memory()
         self._locks.close()
         self._registry.close()
+        self._node.mover.close()
         self._node.watcher.close()
         self._directory.release(keep_state=self._leave and self._directory.state_path.exists())
         with contextlib.suppress(NotImplementedError):

@@ -14,6 +14,7 @@ from elasticep.runtime.regions.keep import KeptGroup
 from elasticep.runtime.regions.memory import SeatMemory
 from elasticep.runtime.regions.peers import Endpoint, PeerRegions
 from elasticep.runtime.stager import Stager
+from elasticep.runtime.weights.group import GroupWeights
 
 _SEAT_KEYS = 1 << 16  # ranks fit below
 
@@ -33,6 +34,7 @@ class Group:
         stager: carries proposed views to the runners.
         members: rank -> (incarnation, node) in the newest proposed view.
         nodes: node -> its daemon.
+        weights: expert weights; None when engines keep their own.
         on_gpu: whether the data regions are GPU memory.
 
     Raises:
@@ -65,6 +67,8 @@ class Group:
         self.members: dict[int, tuple[int, str]] = {}
         self.nodes: dict[str, Endpoint] = {}
         self.stager = Stager(node, self)
+        arena = config.arena_layout()
+        self.weights = None if arena is None else GroupWeights(node, self, arena)
 
     def create_memory(self, rank: int) -> SeatMemory:
         """Reserve a seat's memory.
@@ -113,6 +117,15 @@ class Group:
             if keeper.memory is not None:
                 keeper.memory.header.mark_dead(rank, incarnation)
         self.peers.mark_dead(rank, incarnation)
+        if self.weights is not None:
+            self.weights.mark_dead(rank, incarnation)
+
+    def drop_memory(self) -> None:
+        """Let all memory be freed: this node needs it no more."""
+        for keeper in self.keepers.values():
+            keeper.drop_memory()
+        if self.weights is not None:
+            self.weights.drop()
 
     def kept(self) -> KeptGroup:
         """What the next daemon has to know of this group."""
@@ -121,6 +134,7 @@ class Group:
             seats=tuple(keeper.kept() for keeper in self.keepers.values()),
             members=dict(self.members),
             nodes=tuple(self.nodes.values()),
+            weights={} if self.weights is None else self.weights.kept(),
         )
 
     @property
@@ -131,6 +145,8 @@ class Group:
     def close(self) -> None:
         """Let go of everything; processes are not touched."""
         self.stager.close()
+        if self.weights is not None:
+            self.weights.close()
         for keeper in self.keepers.values():
             keeper.close()
         self.peers.close()
@@ -178,8 +194,7 @@ class Registry:
         """Forget a group and let its memory be freed."""
         group = self.groups.pop(name, None)
         if group is not None:
-            for keeper in group.keepers.values():
-                keeper.drop_memory()
+            group.drop_memory()
             group.close()
 
     def keeper(self, group: str, rank: int) -> SeatKeeper | None:

@@ -6,6 +6,8 @@ that still lives. A peer daemon fetches descriptors by group and rank.
 """
 
 import contextlib
+import dataclasses
+import os
 from dataclasses import dataclass
 
 from elasticep.errors import ElasticEPError
@@ -94,6 +96,9 @@ class Reception:
             case MessageType.MEMORY if _allocates(owner, connection):
                 owner.keeper.allocation.take(message, fds)
                 connection.close("its memory was taken")
+            case MessageType.WEIGHTS if owner is None or owner.role is Role.PEER:
+                connection.owner = _Owner(None, Role.PEER)
+                self._weights(connection, message)
             case MessageType.STAGED if _runs(owner, connection):
                 owner.keeper.group.stager.staged(owner.keeper, message)
             case MessageType.ADOPTED if _runs(owner, connection):
@@ -242,6 +247,31 @@ class Reception:
             ),
             keeper.memory.fds,
         )
+
+    def _weights(self, connection: Connection, message: Message) -> None:
+        """The arena of a rank of this node, for reading."""
+        group = self._registry.groups.get(message.text)
+        weights = None if group is None else group.weights
+        memory = None if weights is None else weights.memory_of(message.rank)
+        answer = Message(kind=MessageType.WEIGHTS, rank=message.rank)
+        if group is None or weights is None or memory is None:
+            text = (
+                f"node {self._node.config.node!r} has no arena of rank {message.rank} of group "
+                f"{message.text!r}"
+            )
+            connection.send(dataclasses.replace(answer, status=Error.EINVAL, text=text))
+            return
+        answer = dataclasses.replace(
+            answer,
+            a=weights.layout.digest(),
+            b=group.keepers[message.rank].seat.incarnation,
+            text=message.text,
+        )
+        fd = memory.reader_fd()
+        try:
+            connection.send(answer, [fd])
+        finally:
+            os.close(fd)
 
 
 def _role(message: Message) -> Role:

@@ -146,6 +146,8 @@ class SeatKeeper:
         self._forget_processes()
         self._held_back = False
         self.reserved_pid = 0
+        if self.group.weights is not None:
+            self.group.weights.open(self)
         try:
             memory = self.memory
             if memory is None and self.group.on_gpu:
@@ -347,6 +349,7 @@ class SeatKeeper:
             and status is not None
             and status.fenced < self.seat.incarnation
             and not self._reserved_for_another(pid)
+            and (self.group.weights is None or self.group.weights.opened(self.rank))
         )
 
     def taken(self, pid: int) -> bool:

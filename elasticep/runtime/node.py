@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from structlog.typing import FilteringBoundLogger
@@ -17,6 +17,7 @@ from elasticep.runtime.tickets import TicketOffice
 
 if TYPE_CHECKING:
     from elasticep.runtime.keeper import SeatKeeper
+    from elasticep.runtime.weights.driver import MoverDriver
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class Node:
             says everything that still holds.
         save: write the state file soon.
         announce: tell the other daemons of a group that (rank, incarnation) is dead, and why.
+        mover: copies expert weights.
+        reserving: held while memory for weights is reserved.
         stopping: the daemon ends for good; engines are asked to let go, and not killed, since
             nobody will use their memory again.
     """
@@ -49,6 +52,8 @@ class Node:
     send: Callable[[controller_pb2.NodeMessage], None]
     save: Callable[[], None]
     announce: Callable[[str, int, int, str], None]
+    mover: "MoverDriver"
+    reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: bool = False
 
 

@@ -84,13 +84,19 @@ class NodeOrders:
         beat = controller_pb2.NodeHeartbeat()
         for keeper in self._registry.keepers():
             status = keeper.status()
-            if keeper.seat.state is SeatState.ATTACHED and status is not None:
+            weights = keeper.group.weights
+            epoch, done, total = (0, 0, 0) if weights is None else weights.progress(keeper.rank)
+            attached = keeper.seat.state is SeatState.ATTACHED
+            if status is not None and (attached or epoch):
                 beat.ranks.add(
                     group=keeper.group.name,
                     rank=keeper.rank,
                     incarnation=keeper.seat.incarnation,
                     progress=status.progress,
                     warmup=status.warmup,
+                    staging_epoch=epoch,
+                    staging_done_bytes=done,
+                    staging_total_bytes=total,
                 )
         return beat
 

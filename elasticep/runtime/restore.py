@@ -29,6 +29,11 @@ def restore_group(group: Group, kept: KeptGroup) -> None:
         keeper = group.keepers.get(seat.rank)
         if keeper is not None:
             _restore_seat(keeper, seat)
+    if group.weights is not None:
+        try:
+            group.weights.restore(kept.weights, group.nodes)
+        except (ValueError, TypeError, AttributeError) as error:
+            group.node.log.error("weights.not_restored", group=group.name, error=str(error))
 
 
 def _restore_seat(keeper: SeatKeeper, kept: KeptSeat) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -31,6 +31,7 @@ from elasticep.runtime.limits import MAX_ATTACH_WAIT_MS
 from elasticep.runtime.liveness.waits import describe
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.session import Session
+from elasticep.runtime.weights.serve import WeightsService
 
 _LAUNCH: Final = {
     abi.Launch.SERVICE: types_pb2.LAUNCH_SERVICE,
@@ -58,6 +59,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         self._registry = registry
         self._session = session
         self._groups_changed = groups_changed
+        self._weights = WeightsService(node.config.node, registry)
 
     async def Attach(  # noqa: N802
         self, request: node_pb2.AttachRequest, context: Context
@@ -88,6 +90,22 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.InjectFaultResponse:
         """Do harm to a process of this node, if the config allows it."""
         return await self._typed(context, self._inject_fault, request)
+
+    async def FindExperts(  # noqa: N802
+        self, request: node_pb2.FindExpertsRequest, context: Context
+    ) -> node_pb2.FindExpertsResponse:
+        """Which experts' weights lie on this node."""
+        return await self._typed(context, self._weights.find, request)
+
+    async def ReadExpert(  # noqa: N802
+        self, request: node_pb2.ReadExpertRequest, context: Context
+    ) -> AsyncIterator[node_pb2.ReadExpertChunk]:
+        """One expert's weights."""
+        try:
+            async for chunk in self._weights.read(request):
+                yield chunk
+        except ElasticEPError as error:
+            await abort(context, error)
 
     # ---- around every call
 
@@ -261,6 +279,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 seat.staged_epochs.extend(sorted(e for e in status.staged if e))
                 seat.wait = describe(status, now_ns)
             answer.seats.append(seat)
+        for known_group in self._registry.groups.values():
+            if known_group.weights is not None:
+                answer.arenas.extend(known_group.weights.status())
+        answer.mover_pid = self._node.mover.pid
         known = self._registry.groups
         for group, ranks in self._registry.offered.items():
             for rank in ranks if group not in known else ():

@@ -9,8 +9,9 @@ import asyncio
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elasticep.errors import ConfigError, ElasticEPError, Unavailable, UsageError
 from elasticep.native.convert import ViewTables
@@ -23,10 +24,14 @@ from elasticep.runtime.node import Node
 from elasticep.runtime.regions.memory import SeatMemory
 from elasticep.runtime.regions.peers import Endpoint
 from elasticep.runtime.transport.messages import MAX_FDS, Message
+from elasticep.runtime.weights.fill import Unrestorable
+from elasticep.runtime.weights.ledger import Ref
 
 if TYPE_CHECKING:
     from elasticep.runtime.group import Group
     from elasticep.runtime.keeper import SeatKeeper
+
+_MOST_NAMED: Final = 65_536  # experts in an answer
 
 
 @dataclass(slots=True)
@@ -100,6 +105,8 @@ class Stager:
         proposal = self._proposals.get(view.epoch)
         if proposal is None:
             try:
+                if self._group.weights is not None:
+                    self._group.weights.learn(view, {n.node: _endpoint(n) for n in message.nodes})
                 proposal = _Proposal(view.epoch, members, self._write_bank(view, members))
             except (ElasticEPError, OSError) as error:
                 for rank in ranks:
@@ -191,12 +198,32 @@ class Stager:
                 return
             progress.asked.add(proposal.epoch)
             try:
+                await self._weights_ready(proposal, keeper, incarnation)
                 await self._send_stage(proposal, keeper, progress)
             except BaseException:
                 progress.asked.discard(proposal.epoch)
                 raise
         except ElasticEPError as error:
             self._failed(keeper.rank, incarnation, proposal.epoch, error)
+
+    async def _weights_ready(
+        self, proposal: _Proposal, keeper: "SeatKeeper", incarnation: int
+    ) -> None:
+        """Before the runner hears of a view: from then on the rank may switch to it at any time."""
+        weights = self._group.weights
+        if weights is None:
+            return
+
+        def wanted() -> bool:
+            seat = keeper.seat
+            return (
+                self._proposals.get(proposal.epoch) is proposal
+                and seat.incarnation == incarnation
+                and seat.live
+            )
+
+        await weights.ready(keeper.rank, proposal.epoch, wanted)
+        self._node.save()
 
     def _check(self, proposal: _Proposal, keeper: "SeatKeeper", incarnation: int) -> None:
         epoch, seat = proposal.epoch, keeper.seat
@@ -281,6 +308,8 @@ class Stager:
         self._node.metrics.adopted.labels(self._group.name).inc()
         self._log.info("view.adopted", rank=keeper.rank, epoch=epoch, step=step)
         self._tell_adopted(keeper, epoch, step)
+        if self._group.weights is not None:
+            self._group.weights.adopted(epoch)
         for old in [e for e in self._proposals if e < epoch]:
             self._drop(old)
         proposal = self._proposals.get(epoch)
@@ -342,15 +371,25 @@ class Stager:
 
     def _failed(self, rank: int, incarnation: int, epoch: int, error: Exception) -> None:
         self._log.warning("view.not_staged", rank=rank, epoch=epoch, error=str(error))
-        self._answer(rank, incarnation, epoch, str(error) or type(error).__name__)
+        lost = error.refs[:_MOST_NAMED] if isinstance(error, Unrestorable) else ()
+        self._answer(rank, incarnation, epoch, str(error) or type(error).__name__, lost)
 
-    def _answer(self, rank: int, incarnation: int, epoch: int, error: str) -> None:
+    def _answer(
+        self, rank: int, incarnation: int, epoch: int, error: str, lost: Sequence[Ref] = ()
+    ) -> None:
         result = "error" if error else "staged"
         self._node.metrics.staged.labels(self._group.name, result).inc()
         if not error:
             self._log.info("view.staged", rank=rank, epoch=epoch)
         staged = controller_pb2.Staged(
-            group=self._group.name, epoch=epoch, rank=rank, incarnation=incarnation, error=error
+            group=self._group.name,
+            epoch=epoch,
+            rank=rank,
+            incarnation=incarnation,
+            error=error,
+            unrestorable=[
+                controller_pb2.ExpertRef(layer=layer, expert=expert) for layer, expert in lost
+            ],
         )
         self._node.send(controller_pb2.NodeMessage(staged=staged))
 

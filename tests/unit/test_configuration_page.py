@@ -52,6 +52,11 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
         "listen": ("127.0.0.1:1", "127.0.0.1:1"),
         "controllers": ("127.0.0.1:1,127.0.0.1:2", ("127.0.0.1:1", "127.0.0.1:2")),
         "seats": ("g:0-2;h:5", (GroupSeats("g", (0, 1, 2)), GroupSeats("h", (5,)))),
+        "devices": ("0,2", (0, 2)),
+        "load_interval_ms": ("250", 250),
+        "checkpoint": ("g=/m/g,/m/rest", ("g=/m/g", "/m/rest")),
+        "backup_bytes": ("1073741824", 1 << 30),
+        "weights_rate": ("250000000", 250_000_000),
         "fault_injection": ("true", True),
         "metrics_port": ("9465", 9465),
         "metrics_host": ("0.0.0.0", "0.0.0.0"),
@@ -69,6 +74,7 @@ INTERNAL = {
     "ELASTICEP_ORPHAN_AFTER_MS",
     "ELASTICEP_LIBRARY_DIR",
     "ELASTICEP_BENCH_RANKS",
+    "ELASTICEP_MOVER_TLS",
 }
 
 

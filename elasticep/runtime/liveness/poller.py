@@ -52,6 +52,9 @@ class Poller:
                 timeouts = keeper.group.config.timeouts
                 wait = overdue(status, now_ns, timeouts.suspect_after_ms)
             self._compare(keeper, wait)
+        for group in self._registry.groups.values():
+            if group.weights is not None:
+                group.weights.count()
         self._steps = tuple(steps)
         self._node.metrics.waits.set(len(self._reported))
         count = Counter(str(keeper.seat.state) for keeper in keepers)

@@ -56,12 +56,14 @@ class KeptGroup:
         seats: this node's seats of it.
         members: rank -> (incarnation, node) of the newest proposed view.
         nodes: daemons of those members.
+        weights: what `GroupWeights.kept` says, {} without weights.
     """
 
     config: GroupConfig
     seats: tuple[KeptSeat, ...] = ()
     members: dict[int, tuple[int, str]] = field(default_factory=dict)
     nodes: tuple[Endpoint, ...] = ()
+    weights: dict[str, Any] = field(default_factory=dict)
 
 
 class StateFile:
@@ -121,6 +123,7 @@ def _plain(group: KeptGroup) -> dict[str, Any]:
         "seats": [asdict(seat) for seat in group.seats],
         "members": [[rank, *who] for rank, who in sorted(group.members.items())],
         "nodes": [asdict(node) for node in group.nodes],
+        "weights": group.weights,
     }
 
 
@@ -131,6 +134,7 @@ def _group(plain: dict[str, Any]) -> KeptGroup:
         seats=tuple(_seat(seat) for seat in plain["seats"]),
         members={int(rank): (int(inc), str(node)) for rank, inc, node in plain["members"]},
         nodes=tuple(Endpoint(**node) for node in plain["nodes"]),
+        weights=dict(plain.get("weights", {})),
     )
 
 
@@ -180,6 +184,27 @@ class FdStore:
         if len(header) != 1 or len(data) != 1:
             return None
         return header.pop(), data.pop()
+
+    def put_one(self, name: str, fd: int) -> None:
+        """Keep one descriptor under a name."""
+        self._notifier.store(name, (fd,))
+
+    def remove_one(self, name: str) -> None:
+        """Keep it no longer."""
+        self._notifier.remove(name)
+
+    def take_one(self, name: str) -> int | None:
+        """What the last daemon stored under a name; the caller's from now on."""
+        fds = self._stored.get(name, [])
+        return fds.pop() if len(fds) == 1 else None
+
+    def names(self, prefix: str, suffix: str) -> list[str]:
+        """What the last daemon stored under such names and nobody took yet, ascending."""
+        return sorted(
+            name
+            for name, fds in self._stored.items()
+            if fds and name.startswith(prefix) and name.endswith(suffix)
+        )
 
     def close_rest(self) -> list[str]:
         """Close and remove what nobody took; their names."""

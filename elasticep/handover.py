@@ -1,0 +1,84 @@
+"""How a process on the same host gets a rank's arena of expert weights: over `daemon.fd`.
+
+The daemon owns the arena. Engines map it to compute from it, daemons of the same domain to copy
+units out of it; both ask by group and rank and get one descriptor, opened for reading only. Only
+the daemon's mover writes.
+"""
+
+import array
+import os
+import socket
+from ctypes import sizeof
+from dataclasses import dataclass
+
+from elasticep.errors import Unavailable
+from elasticep.native import structs
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFd:
+    """An arena's descriptor.
+
+    Attributes:
+        fd: read-only; the caller's.
+        digest: `ArenaLayout.digest` of the daemon that owns it.
+        incarnation: of the seat, when it was handed over.
+    """
+
+    fd: int
+    digest: int
+    incarnation: int
+
+
+def fetch_arena(fd_socket: str, group: str, rank: int, timeout_s: float = _TIMEOUT_S) -> ArenaFd:
+    """Ask the daemon behind a SEQPACKET socket for a rank's arena.
+
+    Raises:
+        Unavailable: no daemon there, it has no such arena, or no answer in time.
+    """
+    what = f"the arena of rank {rank} of group {group!r} from {fd_socket}"
+    request = structs.Message(
+        magic=structs.MESSAGE_MAGIC,
+        type=structs.MessageType.WEIGHTS,
+        rank=rank,
+        text=group.encode(),
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(fd_socket)
+            sock.sendall(bytes(request))
+            data, fds = _receive(sock)
+        except TimeoutError:
+            raise Unavailable(f"{what}: no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise Unavailable(f"{what}: {error.strerror or error}") from None
+    return _answer(what, data, fds)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    room = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(
+        sizeof(structs.Message) + 4096, room, socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    return data, fds.tolist()
+
+
+def _answer(what: str, data: bytes, fds: list[int]) -> ArenaFd:
+    if len(data) >= sizeof(structs.Message):
+        message = structs.Message.from_buffer_copy(data)
+        good = message.type == structs.MessageType.WEIGHTS and message.status == 0
+        if message.magic == structs.MESSAGE_MAGIC and good and len(fds) == 1:
+            return ArenaFd(fds[0], int(message.a), int(message.b))
+        why = message.text.decode("utf-8", "replace") or f"a message of type {message.type}"
+    else:
+        why = "the daemon hung up"
+    for fd in fds:
+        os.close(fd)
+    raise Unavailable(f"{what}: {why}")

@@ -1,0 +1,1 @@
+"""Expert weights that a daemon keeps: arenas, what fills them, and backups for other nodes."""
