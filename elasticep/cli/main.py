@@ -28,6 +28,7 @@ SUBCOMMANDS: dict[str, str] = {
     "rebalance": "Ask for a rebalance of a group's experts.",
     "drain": "Take ranks out of service.",
     "undrain": "Let ranks back into service.",
+    "policy": "Show or change what a running group does about faults.",
     "sim": "Break a simulated cluster in every way, and see that it holds.",
     "demo": "Serve a small model and kill a rank under it.",
 }

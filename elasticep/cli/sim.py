@@ -129,7 +129,7 @@ def command(
 
 
 class _Progress:
-    """How far a long run is, on stderr: a line that changes on a terminal, else one now and then."""
+    """How far a long run is, on stderr: a line that changes on a terminal, else now and then."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

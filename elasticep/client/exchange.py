@@ -68,7 +68,7 @@ class Exchange:
         self._session = session
         self._handle = session._handle
         self._number = number
-        self._serve_lost = session.config.lost_experts is LostExperts.SERVE
+        self._serve_lost = session.config.lost_experts is LostExperts.SERVE  # on GPUs
         self._flights: list[Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]
         self._tensors = ReceivedTensors(name, spec, session.config.geometry)
@@ -332,8 +332,8 @@ class Exchange:
         return out
 
     def _lost_buffer(self, flight: Flight) -> int | None:
-        if not self._serve_lost or flight.tokens == 0:
-            return None
+        if flight.tokens == 0:
+            return None  # else always: operators change the policy at run time
         flight.lost = np.zeros(flight.tokens, np.uint8)
         return int(flight.lost.ctypes.data)
 

@@ -23,6 +23,7 @@ from structlog.typing import FilteringBoundLogger
 
 from elasticep.config import ControllerConfig, is_loopback
 from elasticep.control import records
+from elasticep.control.clocks import Clocks
 from elasticep.control.election import STORE_ERRORS, Candidate, Deposed, Election, Lead
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.service import ControllerService
@@ -53,7 +54,7 @@ class Controller:
         store: what it writes to; None opens the one that the config names.
         log: where events go; None: structlog's logger.
         metrics: counters; None makes new ones.
-        clock: seconds, monotonic; None: the running loop's.
+        clocks: where it reads the time; None: those of this host.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Controller:
         store: Store | None = None,
         log: FilteringBoundLogger | None = None,
         metrics: ControllerMetrics | None = None,
-        clock: Callable[[], float] | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
         self.config = config
-        self._clock = clock
+        self._clocks = clocks or Clocks()
         self.log: FilteringBoundLogger = log if log is not None else structlog.get_logger()
         self.metrics = metrics or ControllerMetrics()
         self.address = ""  # what it listens on, once it does
@@ -187,7 +188,8 @@ class Controller:
     async def campaign(self, candidate: Candidate) -> None:
         """Take part in elections, and lead while it may; for good."""
         ttl_s = self.config.lease_ttl_s
-        self._election = Election(self._store, candidate, ttl_s, self.log, self._clock)
+        clock = self._clocks.monotonic_s
+        self._election = Election(self._store, candidate, ttl_s, self.log, clock)
         while True:
             lead = await self._election.campaign()
             try:
@@ -223,9 +225,7 @@ class Controller:
 
     async def _serve(self, lead: Lead) -> None:
         snapshot = await self._store.list(records.PREFIX)
-        term = Term(
-            self._store, lead, records.load(snapshot.items), self.metrics, self.log, self._clock
-        )
+        term = Term(self._store, lead, snapshot.items, self.metrics, self.log, self._clocks)
         self.term = term
         self.metrics.leader.set(1)
         self.metrics.terms.inc()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from elasticep.control.tables import Placement
 from elasticep.control.views import View
+from elasticep.policies import Policies
 
 
 class SeatState(enum.IntEnum):
@@ -175,6 +176,13 @@ class Undrain:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPolicies:
+    """An operator changed the group's policies; these are all of them."""
+
+    policies: Policies
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -194,6 +202,7 @@ Event: TypeAlias = (
     | Retry
     | Drain
     | Undrain
+    | SetPolicies
     | Tick
 )
 
@@ -229,7 +238,15 @@ class Fence:
     reason: str
 
 
-Send: TypeAlias = Grant | Propose | Fence
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell a node which policies hold."""
+
+    node: str
+    policies: Policies
+
+
+Send: TypeAlias = Grant | Propose | Fence | Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +258,9 @@ class SaveView:
 
 @dataclass(frozen=True, slots=True)
 class SaveSeat:
-    """Write what must survive of a seat; see `elasticep.control.seats.Seat`."""
+    """Write what must survive of a seat; see `elasticep.control.seats.Seat`. `ended_ms` is of this
+    leader's clock; the store has times that any leader can read.
+    """
 
     rank: int
     incarnation: int
@@ -250,6 +269,7 @@ class SaveSeat:
     since: int
     held: str
     reason: str
+    ended_ms: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +294,14 @@ class SaveRebalance:
     placement: bytes
 
 
-Write: TypeAlias = SaveView | SaveSeat | SaveAdopted | SaveRebalance
+@dataclass(frozen=True, slots=True)
+class SavePolicies:
+    """Write the group's policies."""
+
+    policies: Policies
+
+
+Write: TypeAlias = SaveView | SaveSeat | SaveAdopted | SaveRebalance | SavePolicies
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from elasticep.control.state import GroupState, Saved
 from elasticep.control.views import View, describe_ranks
 from elasticep.errors import UnknownRank, UsageError
 from elasticep.group import GroupConfig
+from elasticep.policies import Policies
 
 __all__ = ["Membership", "Saved"]
 
@@ -62,6 +63,7 @@ class Membership:
             ev.Retry: self._retry,
             ev.Drain: self._drain,
             ev.Undrain: self._undrain,
+            ev.SetPolicies: self._set_policies,
             ev.Tick: self._tick,
         }
 
@@ -69,8 +71,13 @@ class Membership:
 
     @property
     def config(self) -> GroupConfig:
-        """The group's config."""
-        return self._s.config
+        """The group's config as it was created."""
+        return self._s.created
+
+    @property
+    def policies(self) -> Policies:
+        """What operators may change about it, as it is now."""
+        return self._s.policies
 
     @property
     def seats(self) -> dict[int, Seat]:
@@ -162,6 +169,7 @@ class Membership:
                 self._s.confirm_gone(seat, now_ms, why, out)
         for report in event.seats:
             self._report(event.node, report, now_ms, out, hello=True)
+        out.after.append(ev.Tell(event.node, self._s.policies))
 
     def _node_disconnected(self, event: ev.NodeDisconnected, now_ms: int, out: Outcome) -> None:
         self._s.connected.discard(event.node)
@@ -364,6 +372,13 @@ class Membership:
             out.save(seat.record())
             out.note("rank.undrained", rank=seat.rank)
 
+    def _set_policies(self, event: ev.SetPolicies, now_ms: int, out: Outcome) -> None:
+        config = event.policies.apply(self._s.created)
+        self._s.policies, self._s.config = event.policies, config
+        out.writes.append(ev.SavePolicies(event.policies))
+        out.after.extend(ev.Tell(node, event.policies) for node in sorted(self._s.connected))
+        out.note("policies.changed", **event.policies.to_dict())
+
     # ---- checks
 
     def _current(self, node: str, rank: int, incarnation: int, out: Outcome) -> Seat | None:
@@ -392,7 +407,7 @@ class Membership:
         left = [seat.rank for seat in members if seat.rank not in ranks]
         if self.view is None or len(left) == len(members):
             return
-        config = self.config
+        config = self._s.config
         if len(left) < config.min_ranks:
             raise UsageError(
                 f"draining {describe_ranks(ranks)} would leave {len(left)} members of group "

@@ -10,6 +10,7 @@ from elasticep.control.records import Endpoint
 from elasticep.control.views import View
 from elasticep.errors import ConfigError
 from elasticep.group import GroupConfig
+from elasticep.policies import Policies
 from elasticep.proto import controller_pb2, types_pb2
 
 MAX_SEATS: Final = 4_096  # of one node
@@ -144,12 +145,24 @@ def _wait(node: str, wait: controller_pb2.WaitReport) -> ev.Waits:
     )
 
 
-def grant_message(config: GroupConfig, grant: ev.Grant) -> controller_pb2.ControllerMessage:
+def grant_message(
+    config: GroupConfig, grant: ev.Grant, policies: Policies
+) -> controller_pb2.ControllerMessage:
     """The message of a grant."""
     return controller_pb2.ControllerMessage(
         grant=controller_pb2.SeatGrant(
-            config=config.to_proto(), rank=grant.rank, incarnation=grant.incarnation
+            config=config.to_proto(),
+            rank=grant.rank,
+            incarnation=grant.incarnation,
+            policies=policies.to_proto(),
         )
+    )
+
+
+def policies_message(group: str, tell: ev.Tell) -> controller_pb2.ControllerMessage:
+    """The message that says which policies hold."""
+    return controller_pb2.ControllerMessage(
+        policies=controller_pb2.PoliciesChanged(group=group, policies=tell.policies.to_proto())
     )
 
 

@@ -5,7 +5,9 @@
     /elasticep/v1/groups/<group>/config           GroupConfig
     /elasticep/v1/groups/<group>/view             View with placement, compressed
     /elasticep/v1/groups/<group>/adopted          epoch
-    /elasticep/v1/groups/<group>/members/<rank>   {incarnation, node, phase, since, held, reason}
+    /elasticep/v1/groups/<group>/policies         what operators changed, all of it
+    /elasticep/v1/groups/<group>/members/<rank>   {incarnation, node, phase, since, held, reason,
+                                                   ended_unix_ms}
     /elasticep/v1/groups/<group>/history/<epoch>  {sentence, members, expelled, at_unix_ms}
     /elasticep/v1/groups/<group>/rebalance        {paused, asked, placement}: what an operator wants
 
@@ -29,6 +31,7 @@ from elasticep.control.store import Delete, KeyValue, Put
 from elasticep.control.views import View
 from elasticep.errors import ElasticEPError
 from elasticep.group import GroupConfig
+from elasticep.policies import Policies
 from elasticep.proto import types_pb2
 
 PREFIX: Final = "/elasticep/v1/"
@@ -88,13 +91,23 @@ def view_bytes(view: View) -> bytes:
     return zlib.compress(view.to_proto().SerializeToString(deterministic=True), level=1)
 
 
-def operations(group: str, write: ev.Write, at_unix_ms: int) -> list[Put | Delete]:
-    """The store operations of one write."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One instant, on this process's clock of events and on the one that all processes share."""
+
+    now_ms: int
+    unix_ms: int
+
+
+def operations(group: str, write: ev.Write, at: Moment) -> list[Put | Delete]:
+    """The store operations of one write, made now."""
     base = f"{PREFIX}groups/{group}"
+    if isinstance(write, ev.SavePolicies):
+        return [Put(f"{base}/policies", _json(write.policies.to_dict()))]
     if isinstance(write, ev.SaveAdopted):
         return [Put(f"{base}/adopted", str(write.epoch).encode())]
     if isinstance(write, ev.SaveSeat):
-        return [Put(f"{base}/members/{write.rank}", _json(asdict(write)))]
+        return [Put(f"{base}/members/{write.rank}", _json(_plain_seat(write, at)))]
     if isinstance(write, ev.SaveRebalance):
         placement = base64.b64encode(write.placement).decode()
         content = {"paused": write.paused, "asked": write.asked, "placement": placement}
@@ -104,7 +117,7 @@ def operations(group: str, write: ev.Write, at_unix_ms: int) -> list[Put | Delet
         "sentence": view.describe(),
         "members": [[m.rank, m.incarnation, m.node] for m in view.members],
         "expelled": [[m.rank, m.incarnation, m.node] for m in view.expelled],
-        "at_unix_ms": at_unix_ms,
+        "at_unix_ms": at.unix_ms,
     }
     found: list[Put | Delete] = [
         Put(view_key(group), view_bytes(view)),
@@ -115,8 +128,8 @@ def operations(group: str, write: ev.Write, at_unix_ms: int) -> list[Put | Delet
     return found
 
 
-def load(items: Iterable[KeyValue]) -> Loaded:
-    """Read everything under `PREFIX`.
+def load(items: Iterable[KeyValue], at: Moment) -> Loaded:
+    """Read everything under `PREFIX`, now.
 
     Raises:
         StoreCorrupt: a key cannot be read; the message names it.
@@ -135,19 +148,25 @@ def load(items: Iterable[KeyValue]) -> Loaded:
         if "config" not in keys:
             continue  # a group that was deleted by hand, in part
         config: GroupConfig = _read(keys["config"], _config)
-        loaded.groups[name] = (config, _saved(config, keys))
+        loaded.groups[name] = (config, _saved(config, keys, at))
         if "view" in keys:
             loaded.view_revisions[name] = keys["view"].mod_revision
     return loaded
 
 
-def _saved(config: GroupConfig, keys: dict[str, KeyValue]) -> Saved:
-    view = adopted = None
+def _saved(config: GroupConfig, keys: dict[str, KeyValue], at: Moment) -> Saved:
+    view = adopted = policies = None
+    if "policies" in keys:
+        policies = _read(keys["policies"], lambda value: _policies(config, value))
     if "view" in keys:
         view = _read(keys["view"], lambda value: _view(config, value))
     if "adopted" in keys:
         adopted = _read(keys["adopted"], int)
-    seats = [_read(item, _seat) for key, item in keys.items() if key.startswith("members/")]
+    seats = [
+        _read(item, lambda v: _seat(v, at))
+        for key, item in keys.items()
+        if key.startswith("members/")
+    ]
     history = sorted(key for key in keys if key.startswith("history/"))[-HISTORY_LENGTH:]
     return Saved(
         view=view,
@@ -157,6 +176,7 @@ def _saved(config: GroupConfig, keys: dict[str, KeyValue]) -> Saved:
             _read(keys[key], lambda v: str(json.loads(v)["sentence"])) for key in history
         ),
         rebalance=_read(keys["rebalance"], _rebalance) if "rebalance" in keys else None,
+        policies=policies,
     )
 
 
@@ -185,8 +205,23 @@ def _view(config: GroupConfig, value: bytes) -> View:
     return View.from_proto(config.geometry, types_pb2.View.FromString(content))
 
 
-def _seat(value: bytes) -> ev.SaveSeat:
-    return ev.SaveSeat(**json.loads(value))
+def _policies(config: GroupConfig, value: bytes) -> Policies:
+    policies = Policies.from_dict(json.loads(value))
+    policies.apply(config)
+    return policies
+
+
+def _plain_seat(write: ev.SaveSeat, at: Moment) -> dict[str, Any]:
+    plain = asdict(write)
+    plain["ended_unix_ms"] = [at.unix_ms - at.now_ms + t for t in plain.pop("ended_ms")]
+    return plain
+
+
+def _seat(value: bytes, at: Moment) -> ev.SaveSeat:
+    plain = json.loads(value)
+    # Whatever the clocks of other hosts say, nothing ended in the future.
+    ended = [min(at.now_ms, at.now_ms - at.unix_ms + t) for t in plain.pop("ended_unix_ms", ())]
+    return ev.SaveSeat(**plain, ended_ms=tuple(ended))
 
 
 def _rebalance(value: bytes) -> ev.SaveRebalance:

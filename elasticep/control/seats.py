@@ -18,7 +18,6 @@ from elasticep.control.events import SaveSeat
 from elasticep.control.views import Member
 from elasticep.errors import ElasticEPError
 
-FLAP_WINDOW_MS: Final = 600_000
 _STORY_LENGTH: Final = 24
 _START_BACKOFF_MS: Final = (100, 5_000)  # first and longest pause before a seat is granted again
 
@@ -162,13 +161,15 @@ class Seat:
         self.progress = -1
         self.move(Phase.JOINING, now_ms, f"incarnation {self.incarnation} is granted to {node}")
 
-    def end(self, now_ms: int, why: str, *, counts: bool) -> None:
-        """The present incarnation is over; `counts`: for flap damping and start backoff."""
+    def end(self, now_ms: int, why: str, *, counts: bool, window_ms: int) -> None:
+        """The present incarnation is over; `counts`: for flap damping, within `window_ms`, and for
+        start backoff.
+        """
         self.move(Phase.FENCED, now_ms, why)
         self.why, self.wait, self.over_ms = why, None, now_ms
         if not counts:
             return
-        self.ended_ms = [t for t in self.ended_ms if now_ms - t < FLAP_WINDOW_MS]
+        self.ended_ms = [t for t in self.ended_ms if now_ms - t < window_ms]
         self.ended_ms.append(now_ms)
         if self.attached:
             self.failed_starts = 0
@@ -200,5 +201,6 @@ class Seat:
     def record(self) -> SaveSeat:
         """What must survive a change of the leader."""
         return SaveSeat(
-            self.rank, self.incarnation, self.node, self.phase, self.since, self.held, self.why
+            *(self.rank, self.incarnation, self.node, self.phase, self.since, self.held, self.why),
+            tuple(self.ended_ms),
         )

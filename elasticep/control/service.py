@@ -155,6 +155,22 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         except ElasticEPError as error:
             await abort(context, error)
 
+    async def SetPolicy(  # noqa: N802
+        self, request: controller_pb2.SetPolicyRequest, context: Context
+    ) -> controller_pb2.SetPolicyResponse:
+        """Change policies of a running group."""
+
+        async def work() -> controller_pb2.SetPolicyResponse:
+            term = self._controller.leading()
+            membership = term.cluster.membership(request.group)
+            policies = membership.policies.changed(request.policies)
+            if policies != membership.policies:
+                policies.apply(membership.config)  # refused before anything of it happens
+                await term.operate(request.group, ev.SetPolicies(policies))
+            return controller_pb2.SetPolicyResponse(policies=policies.to_proto())
+
+        return await self._typed(context, work)
+
     async def WatchView(  # noqa: N802
         self, request: controller_pb2.WatchViewRequest, context: Context
     ) -> AsyncIterator[types_pb2.View]:

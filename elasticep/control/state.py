@@ -9,9 +9,10 @@ from elasticep.control.arrange import Int64Array
 from elasticep.control.events import Outcome
 from elasticep.control.placement import Placement
 from elasticep.control.proposals import MAX_UNADOPTED, Goal, Pending
-from elasticep.control.seats import FLAP_WINDOW_MS, Phase, Seat
+from elasticep.control.seats import Phase, Seat
 from elasticep.control.views import Member, View
 from elasticep.group import GroupConfig
+from elasticep.policies import Policies
 
 HISTORY_LENGTH: Final = 64
 
@@ -25,6 +26,7 @@ class Saved:
     seats: tuple[ev.SaveSeat, ...] = ()
     history: tuple[str, ...] = ()
     rebalance: ev.SaveRebalance | None = None
+    policies: Policies | None = None
 
 
 @dataclass(slots=True)
@@ -40,7 +42,9 @@ class GroupState:
     """What is known of a group.
 
     Attributes:
-        config: the group's config.
+        created: the group's config as it was created.
+        policies: what operators may change about it.
+        config: the group's config with the policies that hold now.
         seats: rank -> seat, for every rank there may be.
         connected: nodes with a session.
         offers: node -> ranks that it offers.
@@ -64,6 +68,8 @@ class GroupState:
         dirty: something happened since it was last asked which view comes next.
     """
 
+    created: GroupConfig
+    policies: Policies
     config: GroupConfig
     seats: dict[int, Seat]
     connected: set[str] = field(default_factory=set)
@@ -90,7 +96,14 @@ class GroupState:
     @classmethod
     def new(cls, config: GroupConfig, now_ms: int, saved: Saved | None) -> "GroupState":
         """A group as the store knows it; a new one when it knows nothing."""
-        state = cls(config, {rank: Seat(rank) for rank in range(config.geometry.max_ranks)})
+        policies = saved.policies if saved is not None and saved.policies else Policies.of(config)
+        in_force = policies.apply(config)
+        state = cls(
+            config,
+            policies,
+            in_force,
+            {rank: Seat(rank) for rank in range(config.geometry.max_ranks)},
+        )
         if saved is not None:
             state._restore(saved, now_ms)
         return state
@@ -119,6 +132,7 @@ class GroupState:
         seat.incarnation, seat.node = record.incarnation, record.node
         seat.since, seat.held, seat.why = record.since, record.held, record.reason
         seat.written = True
+        seat.ended_ms = list(record.ended_ms)
         phase = Phase(record.phase)
         member = self.view is not None and self.view.holds(seat.rank, seat.incarnation)
         if phase in (Phase.STAGED, Phase.ACTIVE, Phase.SUSPECTED, Phase.JOINING):
@@ -175,14 +189,15 @@ class GroupState:
                 would be dead to whoever heard of this.
             counts: for flap damping.
         """
-        seat.end(now_ms, why, counts=counts)
+        window_ms = self.policies.flap_window_ms
+        seat.end(now_ms, why, counts=counts, window_ms=window_ms)
         self.dirty = True
         limit = self.config.flap_limit
         if counts and seat.since and self.config.manual_readmission:
             seat.held = seat.held or f"kept out until an operator lets it in: {why}"
         if limit and len(seat.ended_ms) >= limit:
             seat.held = seat.held or (
-                f"ended {len(seat.ended_ms)} times in {FLAP_WINDOW_MS // 60_000} minutes, the last "
+                f"ended {len(seat.ended_ms)} times in {_span(window_ms)}, the last "
                 f"time because {why}; look at it, then undrain it"
             )
         if seat.since:
@@ -230,3 +245,7 @@ class GroupState:
             assert seat.incarnation >= member.incarnation, (member, seat.incarnation)
         for member in view.expelled:
             assert not view.holds(member.rank, member.incarnation), member
+
+
+def _span(ms: int) -> str:
+    return f"{ms // 60_000} minutes" if ms >= 120_000 else f"{ms / 1_000:g} seconds"

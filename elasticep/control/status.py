@@ -65,6 +65,7 @@ def group_status(
         lost_experts=len(view.lost) if view else 0,
         load=_load_status(background, view) if view else None,
         rebalance=rebalance_status(background.rebalancer, now_ms),
+        policies=membership.policies.to_proto(),
     )
 
 

@@ -7,7 +7,6 @@ term: the state is read anew from the store by whoever leads next.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from elasticep.control import events as ev
 from elasticep.control import messages, records
 from elasticep.control.background import Ask, Pause, Resume
+from elasticep.control.clocks import Clocks
 from elasticep.control.cluster import Cluster, Outcomes
 from elasticep.control.election import STORE_ERRORS, Deposed, Lead
 from elasticep.control.events import Outcome, SeatReport
@@ -26,7 +26,7 @@ from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.rebalance import Rebalancer
 from elasticep.control.records import LEADER
 from elasticep.control.session import NodeSession
-from elasticep.control.store import Delete, ModRevision, Put, Store
+from elasticep.control.store import Delete, KeyValue, ModRevision, Put, Store
 from elasticep.control.views import View
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.group import GroupConfig
@@ -60,26 +60,28 @@ class Term:
     Args:
         store: where it writes.
         lead: the term's guard.
-        loaded: what the store holds.
+        items: what the store holds.
         metrics: counters.
         log: where events go.
-        clock: seconds, monotonic; None: the running loop's.
+        clocks: where time is read.
     """
 
     def __init__(
         self,
         store: Store,
         lead: Lead,
-        loaded: records.Loaded,
+        items: Iterable[KeyValue],
         metrics: ControllerMetrics,
         log: FilteringBoundLogger,
-        clock: Callable[[], float] | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
-        self._clock = clock or asyncio.get_running_loop().time
+        self._clocks = clocks or Clocks()
+        self._clock = self._clocks.monotonic_s
         self._log = log
         self._store = store
         self._lead = lead
         self._metrics = metrics
+        loaded = records.load(items, self._moment())
         self.cluster = Cluster(loaded, self.now_ms())
         self._view_revisions = dict(loaded.view_revisions)
         self._sessions: dict[str, NodeSession] = {}
@@ -108,6 +110,9 @@ class Term:
 
     def _age_s(self, rebalancer: Rebalancer) -> float:
         return 0.0 if self.over else max(0.0, self._clock() - rebalancer.progress_ms / 1_000)
+
+    def _moment(self) -> records.Moment:
+        return records.Moment(self.now_ms(), int(self._clocks.unix_s() * 1_000))
 
     async def run(self) -> None:
         """Lead until something ends the term; raises what did."""
@@ -188,8 +193,8 @@ class Term:
         await self._durable(commit)
         return created
 
-    async def operate(self, group: str, event: ev.Drain | ev.Undrain) -> None:
-        """Drain or undrain; returns once that is in the store."""
+    async def operate(self, group: str, event: ev.Drain | ev.Undrain | ev.SetPolicies) -> None:
+        """What an operator wants; returns once that is in the store."""
         self.cluster.membership(group)
         commits = self._do(self.cluster.report(group, event, self.now_ms()))
         for commit in commits:
@@ -259,11 +264,11 @@ class Term:
         return commits
 
     def _commit_of(self, group: str, outcome: Outcome) -> _Commit:
-        at_unix_ms = time.time_ns() // 1_000_000
+        at = self._moment()
         view = None
         operations: list[Put | Delete] = []
         for write in outcome.writes:
-            operations += records.operations(group, write, at_unix_ms)
+            operations += records.operations(group, write, at)
             if isinstance(write, ev.SaveView):
                 view = write.view
         return _Commit(group, operations, view, tuple(outcome.after))
@@ -285,8 +290,10 @@ class Term:
                 endpoints = {name: node.endpoint for name, node in self.cluster.nodes.items()}
                 message = messages.proposal_message(send.view, send.ranks, endpoints)
             elif isinstance(send, ev.Grant):
-                config = self.cluster.membership(group).config
-                message = messages.grant_message(config, send)
+                membership = self.cluster.membership(group)
+                message = messages.grant_message(membership.config, send, membership.policies)
+            elif isinstance(send, ev.Tell):
+                message = messages.policies_message(group, send)
             else:
                 message = messages.fence_message(group, send)
             session.send(message)

@@ -428,6 +428,7 @@ class ControllerMessage(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> Global___SeatGrant: ...
     @_builtins.property
@@ -436,6 +437,8 @@ class ControllerMessage(_message.Message):
     def fence(self) -> Global___Fence: ...
     @_builtins.property
     def heartbeat(self) -> Global___ControllerHeartbeat: ...
+    @_builtins.property
+    def policies(self) -> Global___PoliciesChanged: ...
     def __init__(
         self,
         *,
@@ -443,12 +446,13 @@ class ControllerMessage(_message.Message):
         proposal: Global___Proposal | None = ...,
         fence: Global___Fence | None = ...,
         heartbeat: Global___ControllerHeartbeat | None = ...,
+        policies: Global___PoliciesChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["grant", "proposal", "fence", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["grant", "proposal", "fence", "heartbeat", "policies"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -463,24 +467,116 @@ class SeatGrant(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     incarnation: _builtins.int
     @_builtins.property
     def config(self) -> _types_pb2.GroupConfig: ...
+    @_builtins.property
+    def policies(self) -> Global___GroupPolicies:
+        """that hold now; not set: those of the config"""
+
     def __init__(
         self,
         *,
         config: _types_pb2.GroupConfig | None = ...,
         rank: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        policies: Global___GroupPolicies | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "policies", b"policies"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "incarnation", b"incarnation", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "incarnation", b"incarnation", "policies", b"policies", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SeatGrant: _TypeAlias = SeatGrant  # noqa: Y015
+
+@_typing.final
+class PoliciesChanged(_message.Message):
+    """Sent after every NodeHello, and when an operator changed them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def policies(self) -> Global___GroupPolicies: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        policies: Global___GroupPolicies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoliciesChanged: _TypeAlias = PoliciesChanged  # noqa: Y015
+
+@_typing.final
+class GroupPolicies(_message.Message):
+    """What an operator may change about a running group; see elasticep/policies.py. A field that is not
+    set stays as it is. A group's config says what holds at first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_RANKS_FIELD_NUMBER: _builtins.int
+    LOST_EXPERTS_FIELD_NUMBER: _builtins.int
+    RENORMALISE_FIELD_NUMBER: _builtins.int
+    MANUAL_READMISSION_FIELD_NUMBER: _builtins.int
+    FLAP_LIMIT_FIELD_NUMBER: _builtins.int
+    FLAP_WINDOW_MS_FIELD_NUMBER: _builtins.int
+    min_ranks: _builtins.int
+    lost_experts: _types_pb2.LostExpertsPolicy.ValueType
+    renormalise: _builtins.bool
+    manual_readmission: _builtins.bool
+    flap_limit: _builtins.int
+    flap_window_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        min_ranks: _builtins.int | None = ...,
+        lost_experts: _types_pb2.LostExpertsPolicy.ValueType | None = ...,
+        renormalise: _builtins.bool | None = ...,
+        manual_readmission: _builtins.bool | None = ...,
+        flap_limit: _builtins.int | None = ...,
+        flap_window_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "renormalise", b"renormalise"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "renormalise", b"renormalise"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
+    _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015
+    _WhichOneofReturnType__flap_window_ms: _TypeAlias = _typing.Literal["flap_window_ms"]  # noqa: Y015
+    _WhichOneofArgType__flap_window_ms: _TypeAlias = _typing.Literal["_flap_window_ms", b"_flap_window_ms"]  # noqa: Y015
+    _WhichOneofReturnType__lost_experts: _TypeAlias = _typing.Literal["lost_experts"]  # noqa: Y015
+    _WhichOneofArgType__lost_experts: _TypeAlias = _typing.Literal["_lost_experts", b"_lost_experts"]  # noqa: Y015
+    _WhichOneofReturnType__manual_readmission: _TypeAlias = _typing.Literal["manual_readmission"]  # noqa: Y015
+    _WhichOneofArgType__manual_readmission: _TypeAlias = _typing.Literal["_manual_readmission", b"_manual_readmission"]  # noqa: Y015
+    _WhichOneofReturnType__min_ranks: _TypeAlias = _typing.Literal["min_ranks"]  # noqa: Y015
+    _WhichOneofArgType__min_ranks: _TypeAlias = _typing.Literal["_min_ranks", b"_min_ranks"]  # noqa: Y015
+    _WhichOneofReturnType__renormalise: _TypeAlias = _typing.Literal["renormalise"]  # noqa: Y015
+    _WhichOneofArgType__renormalise: _TypeAlias = _typing.Literal["_renormalise", b"_renormalise"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__flap_limit) -> _WhichOneofReturnType__flap_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__flap_window_ms) -> _WhichOneofReturnType__flap_window_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lost_experts) -> _WhichOneofReturnType__lost_experts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__manual_readmission) -> _WhichOneofReturnType__manual_readmission | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_ranks) -> _WhichOneofReturnType__min_ranks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__renormalise) -> _WhichOneofReturnType__renormalise | None: ...
+
+Global___GroupPolicies: _TypeAlias = GroupPolicies  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
@@ -660,6 +756,7 @@ class GroupStatus(_message.Message):
     LOST_EXPERTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REBALANCE_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     adopted_epoch: _builtins.int
     """lowest epoch that every live member reported"""
     waiting: _builtins.str
@@ -682,6 +779,10 @@ class GroupStatus(_message.Message):
     def load(self) -> Global___LoadStatus: ...
     @_builtins.property
     def rebalance(self) -> Global___RebalanceStatus: ...
+    @_builtins.property
+    def policies(self) -> Global___GroupPolicies:
+        """that hold now"""
+
     def __init__(
         self,
         *,
@@ -694,10 +795,11 @@ class GroupStatus(_message.Message):
         lost_experts: _builtins.int = ...,
         load: Global___LoadStatus | None = ...,
         rebalance: Global___RebalanceStatus | None = ...,
+        policies: Global___GroupPolicies | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "load", b"load", "rebalance", b"rebalance", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "load", b"load", "policies", b"policies", "rebalance", b"rebalance", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "load", b"load", "lost_experts", b"lost_experts", "ranks", b"ranks", "rebalance", b"rebalance", "view", b"view", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_epoch", b"adopted_epoch", "config", b"config", "history", b"history", "load", b"load", "lost_experts", b"lost_experts", "policies", b"policies", "ranks", b"ranks", "rebalance", b"rebalance", "view", b"view", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,3 +1283,48 @@ class RebalanceStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RebalanceStatus: _TypeAlias = RebalanceStatus  # noqa: Y015
+
+@_typing.final
+class SetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def policies(self) -> Global___GroupPolicies: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        policies: Global___GroupPolicies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policies(self) -> Global___GroupPolicies:
+        """that hold now, all fields set"""
+
+    def __init__(
+        self,
+        *,
+        policies: Global___GroupPolicies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyResponse: _TypeAlias = SetPolicyResponse  # noqa: Y015

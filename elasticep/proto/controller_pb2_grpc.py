@@ -75,6 +75,11 @@ class ControllerServiceStub(object):
                 request_serializer=elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.SerializeToString,
                 response_deserializer=elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/elasticep.v1.ControllerService/SetPolicy',
+                request_serializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -134,6 +139,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Changes policies of a running group; answers when they are in the store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +188,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.WatchRebalance,
                     request_deserializer=elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.FromString,
                     response_serializer=elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +411,33 @@ class ControllerService(object):
             '/elasticep.v1.ControllerService/WatchRebalance',
             elasticep_dot_v1_dot_controller__pb2.WatchRebalanceRequest.SerializeToString,
             elasticep_dot_v1_dot_controller__pb2.RebalanceStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticep.v1.ControllerService/SetPolicy',
+            elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.SerializeToString,
+            elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

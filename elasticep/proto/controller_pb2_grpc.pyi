@@ -46,6 +46,8 @@ class ControllerServiceStub:
     """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise."""
     WatchRebalance: _grpc.UnaryStreamMultiCallable[_controller_pb2.WatchRebalanceRequest, _controller_pb2.RebalanceStatus]
     """How far the background is: at once, and after every change."""
+    SetPolicy: _grpc.UnaryUnaryMultiCallable[_controller_pb2.SetPolicyRequest, _controller_pb2.SetPolicyResponse]
+    """Changes policies of a running group; answers when they are in the store."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -64,6 +66,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """Plans a rebalance of a group's experts, and carries it out in the background unless told otherwise."""
     WatchRebalance: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRebalanceRequest, _controller_pb2.RebalanceStatus]  # type: ignore[assignment]
     """How far the background is: at once, and after every change."""
+    SetPolicy: _aio.UnaryUnaryMultiCallable[_controller_pb2.SetPolicyRequest, _controller_pb2.SetPolicyResponse]  # type: ignore[assignment]
+    """Changes policies of a running group; answers when they are in the store."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -127,5 +131,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.RebalanceStatus], _abc.AsyncIterator[_controller_pb2.RebalanceStatus]]:
         """How far the background is: at once, and after every change."""
+
+    @_abc_1.abstractmethod
+    def SetPolicy(
+        self,
+        request: _controller_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.SetPolicyResponse, _abc.Awaitable[_controller_pb2.SetPolicyResponse]]:
+        """Changes policies of a running group; answers when they are in the store."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ from elasticep.errors import ElasticEPError
 from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct, timeouts_struct
 from elasticep.native.region import layout
+from elasticep.proto import controller_pb2, types_pb2
 from elasticep.runtime.keeper import SeatKeeper
 from elasticep.runtime.node import Node
 from elasticep.runtime.regions.keep import KeptGroup
@@ -66,6 +67,7 @@ class Group:
         )
         self.members: dict[int, tuple[int, str]] = {}
         self.nodes: dict[str, Endpoint] = {}
+        self._policies = controller_pb2.GroupPolicies()
         self.stager = Stager(node, self)
         arena = config.arena_layout()
         self.weights = None if arena is None else GroupWeights(node, self, arena)
@@ -85,6 +87,7 @@ class Group:
             header_bytes=self.layout.header_bytes,
             data_bytes=self.layout.data_bytes,
         )
+        self._tell(memory)
         return memory
 
     def memory_on_device(self, rank: int, data_fd: int) -> SeatMemory:
@@ -96,6 +99,7 @@ class Group:
         timeouts = timeouts_struct(self.config.timeouts)
         memory = SeatMemory.around(data_fd, self.name, rank, self.geometry, self.layout, timeouts)
         self.node.log.info("memory.taken", group=self.name, rank=rank, device=self.device_of(rank))
+        self._tell(memory)
         return memory
 
     def device_of(self, rank: int) -> int:
@@ -110,6 +114,19 @@ class Group:
             return 0
         device = self.device_of(rank)
         return sum(self.device_of(other) == device for other in self.keepers)
+
+    def set_policies(self, policies: controller_pb2.GroupPolicies) -> None:
+        """What holds now; runners follow at once."""
+        self._policies = policies
+        for keeper in self.keepers.values():
+            if keeper.memory is not None:
+                self._tell(keeper.memory)
+
+    def _tell(self, memory: SeatMemory) -> None:
+        policies = self._policies
+        if policies.HasField("lost_experts"):  # else the config's, which is in the header
+            serve = policies.lost_experts == types_pb2.LOST_EXPERTS_POLICY_SERVE
+            memory.header.set_policy(serve=serve, renormalise=policies.renormalise)
 
     def mark_dead(self, rank: int, incarnation: int) -> None:
         """Set the dead word of an incarnation in every header that this node knows."""

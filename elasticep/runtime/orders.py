@@ -131,6 +131,10 @@ class NodeOrders:
                 self._group(fence.group).stager.expel(
                     fence.rank, fence.incarnation, fence.epoch, fence.reason
                 )
+            case "policies":
+                known = self._registry.groups.get(message.policies.group)
+                if known is not None:  # else it comes with the first grant
+                    known.set_policies(message.policies.policies)
             case _:
                 return  # a heartbeat, or an order of a later version
 
@@ -144,6 +148,8 @@ class NodeOrders:
                 f"{self._node.config.node!r}, which does not offer it"
             )
         group = self._registry.ensure(config)
+        if grant.HasField("policies"):
+            group.set_policies(grant.policies)
         self._groups_changed.notify()
         keeper = group.keepers.get(grant.rank)
         if keeper is None:

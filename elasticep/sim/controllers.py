@@ -9,6 +9,7 @@ from structlog.typing import FilteringBoundLogger
 
 from elasticep.config import ControllerConfig
 from elasticep.control import events as ev
+from elasticep.control.clocks import Clocks
 from elasticep.control.controller import Controller
 from elasticep.control.election import Candidate
 from elasticep.control.events import SeatReport
@@ -123,7 +124,7 @@ class SimController:
             cast(Any, SimStore(self._server, process)),
             cast(FilteringBoundLogger, _Log(self.name, self._checker)),
             self._metrics,
-            lambda: loop.now_s + process.ahead_s,
+            Clocks(lambda: loop.now_s + process.ahead_s, lambda: loop.now_s),
         )
         candidate = Candidate(self.name, self.name, f"{self.name}#{self._starts}")
         self._task = loop.create_task(

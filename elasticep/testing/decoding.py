@@ -361,6 +361,19 @@ class Fleet:
         )
         assert answer is not None, f"no leader let {ranks} in"
 
+    def set_policies(self, **settings: str) -> None:
+        """Change policies, as `elasticep policy --set` does."""
+        from elasticep.policies import change_from_text
+
+        request = controller_pb2.SetPolicyRequest(
+            group=self.config.name, policies=change_from_text(settings)
+        )
+        answer = ask_leader(
+            self.cluster.controller_addresses(),
+            lambda stub: stub.SetPolicy(request, timeout=_CALL_S),
+        )
+        assert answer is not None, f"no leader took {settings}"
+
     def close(self) -> None:
         """End all engines."""
         for engine in self.all:

@@ -85,6 +85,7 @@ class Engine:
         self._leaving = False
         self._compiled = False
         self._good = True
+        self._flagged = 0
 
     def _tell(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"kind": kind, "at_ns": time.monotonic_ns(), **fields})
@@ -137,7 +138,7 @@ class Engine:
         begun_ns = time.monotonic_ns()
         count = (number * 7 + self._settings.rank * 3) % (self._cap + 1)
         step = session.step(count, timeout=self._settings.barrier_s)
-        self._good = True
+        self._good, self._flagged = True, 0
         try:
             with step:
                 self._see(session, step)
@@ -154,6 +155,7 @@ class Engine:
             epoch=step.epoch,
             complete=step.complete,
             right=self._good,
+            flagged=self._flagged,
             begun_ns=begun_ns,
         )
         return step.complete
@@ -192,7 +194,9 @@ class Engine:
         recv.out.numpy()[rows] = recv.rows.numpy()[rows] * by[:, None]
         got = exchange.combine(layer, recv).numpy()
         want = x * (self._factors[layer, ids] * weights).sum(1)[:, None]
-        self._good = self._good and bool(np.array_equal(got, want))
+        ok = recv.token_ok.numpy()
+        self._flagged += int((~ok).sum())
+        self._good = self._good and bool(np.array_equal(got[ok], want[ok]))
 
 
 def settings_of(order: dict[str, Any]) -> EngineSettings:

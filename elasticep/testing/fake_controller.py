@@ -84,6 +84,12 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         """No effect: tests propose views themselves."""
         return controller_pb2.UndrainResponse()
 
+    def SetPolicy(  # noqa: N802
+        self, request: controller_pb2.SetPolicyRequest, context: Any
+    ) -> controller_pb2.SetPolicyResponse:
+        """No effect: `order` tells nodes of policies."""
+        return controller_pb2.SetPolicyResponse(policies=request.policies)
+
     def Session(  # noqa: N802
         self, request_iterator: Iterator[controller_pb2.NodeMessage], context: Any
     ) -> Iterator[controller_pb2.ControllerMessage]:

@@ -175,6 +175,12 @@ class LocalGroup:
         seat = self._seats[rank]
         self._api.ep_header_fence(seat.header, seat.incarnation, epoch, why.encode())
 
+    def policy(self, *, serve: bool, renormalise: bool = False) -> None:
+        """What all runners do about lost experts from now on."""
+        flags = 1 * serve + 2 * renormalise
+        for seat in self._seats.values():
+            abi.check(self._api.ep_header_policy(seat.header, flags), "")
+
     def failpoint(self, rank: int, site: int, action: int, after: int = 1) -> None:
         """Let a rank's runner stop or kill itself at the `after`-th pass of a site from now."""
         abi.check(

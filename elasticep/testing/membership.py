@@ -14,6 +14,7 @@ from elasticep.control.membership import Membership, Saved
 from elasticep.control.views import View
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig
+from elasticep.policies import Policies
 from elasticep.spec import ExchangeSpec
 
 
@@ -84,8 +85,10 @@ class World:
         self.saved_view: View | None = None
         self.saved_adopted = 0
         self.saved_seats: dict[int, ev.SaveSeat] = {}
+        self.saved_policies: Policies | None = None
         self.proposed: list[View] = []
         self.notices: list[ev.Notice] = []
+        self.told: dict[str, Policies] = {}  # node -> what it heard last
         self.dead: set[tuple[int, int]] = set()  # incarnations whose dead word is set somewhere
         for name in self.nodes:
             self.connect(name)
@@ -102,7 +105,9 @@ class World:
                 self.proposed.append(write.view)
             elif isinstance(write, ev.SaveAdopted):
                 self.saved_adopted = write.epoch
-            else:
+            elif isinstance(write, ev.SavePolicies):
+                self.saved_policies = write.policies
+            elif isinstance(write, ev.SaveSeat):
                 self.saved_seats[write.rank] = write
         self._send(out.after)
         self.notices += out.notices
@@ -123,7 +128,10 @@ class World:
     def restart_controller(self) -> None:
         """The next leader takes over from the store; nodes connect again."""
         seats = tuple(self.saved_seats[rank] for rank in sorted(self.saved_seats))
-        saved = Saved(self.saved_view, self.saved_adopted, seats, self.membership.history)
+        history = self.membership.history
+        saved = Saved(
+            *(self.saved_view, self.saved_adopted, seats, history), policies=self.saved_policies
+        )
         self.membership = Membership(self.config, self.now_ms, saved)
         for node in self.nodes.values():
             node.inbox.clear()
@@ -165,6 +173,8 @@ class World:
             self._grant(node, message)
         elif isinstance(message, Fence):
             self._fence(node, message)
+        elif isinstance(message, ev.Tell):
+            self.told[name] = message.policies
         else:
             self._propose(node, message)
         return True

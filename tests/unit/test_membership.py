@@ -677,7 +677,7 @@ def test_a_store_that_lost_everything_never_sees_a_number_twice() -> None:
 def test_a_step_that_a_seats_life_does_not_have_tells_its_story() -> None:
     seat = Seat(3)
     seat.grant("a", 10)
-    seat.end(20, "worker died", counts=True)
+    seat.end(20, "worker died", counts=True, window_ms=1_000)
     with pytest.raises(InvalidTransition) as caught:
         seat.move(Phase.ACTIVE, 30, "it says so")
     assert "rank 3 (incarnation 1) cannot go from fenced to active because it says so" in str(

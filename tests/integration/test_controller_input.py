@@ -1,0 +1,196 @@
+"""No input ends a controller; what it serves beside its service."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from elasticep.control import records
+from elasticep.control.store import MemoryStore
+from elasticep.errors import (
+    NotLeader,
+)
+from elasticep.proto import controller_pb2, types_pb2
+from elasticep.testing.controllers import (
+    Bench,
+    Run,
+    client,
+    cluster,
+    formed,
+    refused,
+)
+from elasticep.testing.membership import group_config
+
+
+async def drained(call: AsyncIterator[bytes]) -> None:
+    async for _ in call:
+        pass
+
+
+def test_no_message_brings_the_controller_down(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            hello = nodes.nodes["a"].hello()
+            bad_node = controller_pb2.NodeHello()
+            bad_node.CopyFrom(hello)
+            bad_node.endpoint.node = "x" * 300
+            many = controller_pb2.NodeHello(endpoint=hello.endpoint, session_id="s")
+            many.seats.extend(types_pb2.Seat(group="g", rank=r, state=1) for r in range(5_000))
+            stateless = controller_pb2.NodeHello(endpoint=hello.endpoint, session_id="s")
+            stateless.seats.add(group="g", rank=0)
+            streams: list[list[bytes]] = [
+                [b"\xff\xfe garbage"],
+                [b""],
+                [bytes(5 << 20)],
+                [controller_pb2.NodeMessage(hello=bad_node).SerializeToString()],
+                [controller_pb2.NodeMessage(hello=many).SerializeToString()],
+                [controller_pb2.NodeMessage(hello=stateless).SerializeToString()],
+                [controller_pb2.NodeMessage(seat=types_pb2.Seat()).SerializeToString()],
+            ]
+            stray = controller_pb2.NodeHello(
+                endpoint=types_pb2.NodeEndpoint(node="stray", domain="d"), session_id="s"
+            )
+            first = controller_pb2.NodeMessage(hello=stray).SerializeToString()
+            streams += [[first, b"\xff\xff"], [first, first], [first, b""]]
+            async with grpc.aio.insecure_channel(controller.address) as channel:
+                session = channel.stream_stream("/elasticep.v1.ControllerService/Session")
+                for stream in streams:
+                    call = session(iter(stream), timeout=5)
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await drained(call)
+                    assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, stream
+                for method in ("CreateGroup", "GetCluster", "Drain", "Undrain"):
+                    call_once = channel.unary_unary(f"/elasticep.v1.ControllerService/{method}")
+                    for content in (b"\xff\xff\xff", bytes(5 << 20)):
+                        with pytest.raises(grpc.aio.AioRpcError):
+                            await call_once(content, timeout=5)
+            assert controller.term is not None, "the lead was lost over a bad message"
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2, "and it goes on")
+
+    run_memory(scenario)
+
+
+def test_a_node_speaks_for_its_own_ranks_only(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            dead = types_pb2.Seat(group="g", rank=3, incarnation=1, state=types_pb2.SEAT_STATE_DEAD)
+            liar = nodes.nodes["a"]
+            liar.send(controller_pb2.NodeMessage(seat=dead))
+            staged = controller_pb2.Staged(group="g", epoch=1, rank=3, incarnation=1, error="no")
+            liar.send(controller_pb2.NodeMessage(staged=staged))
+            liar.kill(0)  # its own; comes after what it made up
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.members == [1, 2, 3]
+            assert (await cluster(controller.address)).groups[0].ranks[3].state == "active"
+
+    run_memory(scenario)
+
+
+def test_a_session_takes_the_place_of_the_nodes_earlier_one(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            async with client(controller.address) as stub:
+                call = stub.Session()
+                await call.write(controller_pb2.NodeMessage(hello=nodes.nodes["b"].hello()))
+                await call.read()
+                await nodes.until(lambda: "another session" in nodes.nodes["b"].error)
+            await nodes.until(lambda: nodes.nodes["b"].sessions >= 2)
+            nodes.of(0).kill(0)
+            await nodes.until(lambda: nodes.members == [1, 2, 3])
+
+    run_memory(scenario)
+
+
+def test_a_store_that_cannot_be_read_ends_the_controller_with_the_key(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        store = MemoryStore(bench.memory)
+        config = group_config().to_proto().SerializeToString()
+        await store.put(f"{records.PREFIX}groups/g/config", config)
+        await store.put(records.view_key("g"), b"no view")
+        controller = await bench.controller()
+        task = bench._tasks[id(controller)]
+        with pytest.raises(records.StoreCorrupt, match="groups/g/view"):
+            await task
+
+    run_memory(scenario)
+
+
+# ---- beside the service
+
+
+def test_health_reflection_and_metrics(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            standby = await bench.controller("standby")
+            name = "elasticep.v1.ControllerService"
+            serving = health_pb2.HealthCheckResponse.SERVING
+            not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+            for address, lead in ((controller.address, serving), (standby.address, not_serving)):
+                async with grpc.aio.insecure_channel(address) as channel:
+                    check = health_pb2_grpc.HealthStub(channel).Check
+                    assert (await check(health_pb2.HealthCheckRequest())).status == serving
+                    request = health_pb2.HealthCheckRequest(service=name)
+                    assert (await check(request)).status == lead
+                    info = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+                    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+                    async for answer in info(iter([ask])):
+                        listed = {s.name for s in answer.list_services_response.service}
+                        assert name in listed
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            page = await _page(controller.metrics_port)
+            for line in (
+                "elasticep_controller_leader 1.0",
+                'elasticep_controller_views_proposed_total{group="g"} 2.0',
+                'elasticep_controller_views_adopted_total{group="g"} 1.0',
+                'elasticep_controller_incarnations_ended_total{group="g"} 1.0',
+                'elasticep_controller_members{group="g"} 3.0',
+                "elasticep_controller_connected_nodes 2.0",
+                'elasticep_controller_adopt_seconds_count{group="g"} 1.0',
+            ):
+                assert line in page, line
+
+    run_memory(scenario)
+
+
+async def _page(port: int) -> list[str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    await writer.wait_closed()
+    return text.splitlines()
+
+
+def test_history_is_kept_in_the_store(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (_, nodes):
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            store = bench.store()
+            entries = (await store.list(f"{records.PREFIX}groups/g/history/")).items
+            await store.close()
+            told = [json.loads(entry.value) for entry in entries]
+            assert [len(entry["members"]) for entry in told] == [4, 3]
+            assert told[1]["expelled"] == [[3, 1, "b"]]
+            assert told[0]["at_unix_ms"] <= told[1]["at_unix_ms"]
+            revisions = [entry.create_revision for entry in entries]
+            assert revisions == sorted(revisions)
+
+    run(scenario)
+
+
+def test_not_leading_is_an_error_of_its_own(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.memory.set_available(False)
+        controller = await bench.controller()
+        async with client(controller.address) as stub:
+            call = stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=5)
+            assert isinstance(await refused(call), NotLeader)
+
+    run_memory(scenario)

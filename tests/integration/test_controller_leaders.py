@@ -1,0 +1,197 @@
+"""Controllers and stores that go away and come back; fake nodes, both stores."""
+
+import grpc.aio
+import pytest
+
+from elasticep.control import records
+from elasticep.control.store import Delete, KeyValue, MemoryStore
+from elasticep.errors import (
+    Unavailable,
+)
+from elasticep.proto import controller_pb2
+from elasticep.rpc import error_info
+from elasticep.testing.controllers import Bench, Run, client, cluster, formed, until
+
+
+def test_a_restarted_controller_goes_on_in_the_middle_of_a_view_change(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("first")
+        async with formed(bench, None, first) as (_, nodes):
+            for node in nodes.nodes.values():
+                node.auto = False
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            await bench.stop(first)
+
+            second = await bench.leader("second")
+            for node in nodes.nodes.values():
+                node.views.clear()
+                node.orders.clear()
+                node.addresses[:] = [second.address]
+                node.auto = True
+            await nodes.until(lambda: nodes.epoch == 2, "the half-done view is proposed again")
+            assert nodes.members == [0, 1, 2]
+            await nodes.meet()
+            await nodes.until(lambda: nodes.members == [0, 1, 2, 3], "rank 3 comes back")
+            view = nodes.latest
+            assert view is not None
+            assert (view.epoch, view.previous_epoch) == (3, 2)
+            assert [m.incarnation for m in view.members] == [1, 1, 1, 2]
+            await nodes.meet()
+            history = (await cluster(second.address)).groups[0].history
+            assert [line.split(":")[0] for line in history] == ["epoch 1", "epoch 2", "epoch 3"]
+
+    run(scenario)
+
+
+def test_a_rank_that_dies_while_nobody_leads_is_left_out_by_the_next_leader(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("first")
+        async with formed(bench, None, first) as (_, nodes):
+            await bench.stop(first)
+            await nodes.until(lambda: not any(n.connected for n in nodes.nodes.values()))
+            nodes.of(2).kill(2)
+            second = await bench.leader("second")
+            for node in nodes.nodes.values():
+                node.addresses[:] = [second.address]
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.members == [0, 1, 3]
+            assert "worker died" in (nodes.latest.reason if nodes.latest else "")
+
+    run(scenario)
+
+
+def test_a_standby_names_the_leader_and_takes_over_when_it_goes(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("first")
+        second = await bench.controller("second")
+        await until(lambda: second.leader_address == first.address, "the standby knows the leader")
+        async with client(second.address) as stub:
+            request = controller_pb2.GetClusterRequest()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetCluster(request, timeout=5)
+        info = error_info(caught.value)
+        assert info is not None
+        assert (info.reason, info.metadata["leader"]) == ("NOT_LEADER", first.address)
+
+        async with formed(bench, None, first, second) as (_, nodes):
+            await bench.stop(first)
+            await until(lambda: second.term is not None, "the standby leads")
+            nodes.of(0).kill(0)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.members == [1, 2, 3]
+
+    run(scenario)
+
+
+class Blinded(MemoryStore):
+    """A store that lets a leader write but not see that it was deposed."""
+
+    blind = False
+
+    async def lease_keepalive(self, lease: int, *, deadline_s: float = 5.0) -> float:
+        return 60.0 if self.blind else await super().lease_keepalive(lease, deadline_s=deadline_s)
+
+    async def get(self, key: str, *, deadline_s: float = 5.0) -> KeyValue | None:
+        item = await super().get(key, deadline_s=deadline_s)
+        if self.blind and key == records.LEADER:
+            return self.seen
+        self.seen = item
+        return item
+
+
+def test_a_deposed_leader_that_did_not_notice_writes_nothing(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        store = Blinded(bench.memory)
+        old = await bench.leader("old", store)
+        async with formed(bench, None, old) as (_, nodes):
+            store.blind = True
+            held = bench.memory.get(records.LEADER)
+            assert held is not None
+            store.seen = held
+            bench.memory.transact((), (Delete(records.LEADER),))
+            new = await bench.leader("new")
+            assert old.term is not None, "it believes that it still leads"
+            before = bench.memory.list(records.PREFIX)
+
+            nodes.of(3).kill(3)  # told to the old leader, whose session is open
+            await until(lambda: old.term is None, "the old leader gives up")
+            after = bench.memory.list(records.PREFIX)
+            assert [i for i in after.items if i.key != records.LEADER] == [
+                i for i in before.items if i.key != records.LEADER
+            ]
+            assert nodes.epoch == 1, "what was not written was not proposed"
+
+            for node in nodes.nodes.values():
+                node.addresses[:] = [new.address]
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.members == [0, 1, 2]
+
+    run_memory(scenario)
+
+
+# ---- the store
+
+
+def test_views_go_on_after_the_store_was_away(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (_, nodes):
+            if bench.etcd:
+                bench.etcd.members[0].kill()
+            bench.memory.set_available(False)
+            nodes.of(3).kill(3)
+            nodes.of(3).auto = False
+            if bench.etcd:
+                bench.etcd.restart(bench.etcd.members[0])
+                bench.etcd.wait_ready()
+            bench.memory.set_available(True)
+            await nodes.until(lambda: nodes.epoch == 2, "a view after the outage")
+            assert nodes.members == [0, 1, 2]
+
+    run(scenario)
+
+
+def test_a_write_that_succeeded_unheard_is_not_taken_for_another_leaders(run_memory: Run) -> None:
+    class Deaf(MemoryStore):
+        """The next write happens, but its answer is lost."""
+
+        deaf = False
+
+        async def transact(self, compares, operations, *, deadline_s=5.0):  # type: ignore[no-untyped-def]
+            done = await super().transact(compares, operations, deadline_s=deadline_s)
+            if self.deaf and any(op.key.endswith("/view") for op in operations):
+                self.deaf = False
+                raise Unavailable("the answer was lost")
+            return done
+
+    async def scenario(bench: Bench) -> None:
+        store = Deaf(bench.memory)
+        leader = await bench.leader("c", store)
+        async with formed(bench, None, leader) as (_, nodes):
+            term = leader.term
+            store.deaf = True
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert leader.term is term, "it lost its lead over its own write"
+            await nodes.meet()
+            await nodes.until(lambda: nodes.epoch == 3, "and the next view is written, too")
+
+    run_memory(scenario)
+
+
+def test_a_view_that_somebody_else_wrote_is_read_and_not_overwritten(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            term, store = controller.term, bench.store()
+            item = await store.get(records.view_key("g"))
+            assert item is not None
+            written = await store.put(item.key, item.value)  # a restore by hand, say
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert controller.term is not term, "the state in doubt was not given up"
+            history = await store.get(f"{records.PREFIX}groups/g/history/{2:020d}")
+            assert history is not None
+            assert history.create_revision > written
+            await store.close()
+
+    run(scenario)

@@ -1,0 +1,154 @@
+"""What operators ask of a controller; fake nodes, both stores."""
+
+import grpc.aio
+import pytest
+
+from elasticep.errors import (
+    ConfigError,
+    GroupMismatch,
+    UnknownGroup,
+    UnknownRank,
+    UsageError,
+)
+from elasticep.proto import controller_pb2
+from elasticep.testing.controllers import (
+    TWO_NODES,
+    Bench,
+    Run,
+    client,
+    cluster,
+    create,
+    formed,
+    orders,
+    refused,
+    until,
+)
+from elasticep.testing.membership import group_config
+from elasticep.testing.nodes import FakeNodes
+
+
+def test_drain_takes_ranks_out_and_undrain_lets_them_back(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes), client(controller.address) as stub:
+            request = controller_pb2.DrainRequest(group="g", ranks=[1], reason="a new card")
+            drained = await stub.Drain(request, timeout=10)
+            assert drained.epoch == 2
+            await nodes.until(lambda: nodes.epoch == 2)
+            view = nodes.latest
+            assert view is not None
+            assert nodes.members == [0, 2, 3]
+            assert list(view.expelled) == [], "it serves until the others leave it behind"
+            assert "a new card" in view.reason
+            assert not orders(nodes, 1, "fence")
+            await nodes.meet()
+            await nodes.until(lambda: bool(orders(nodes, 1, "fence")), "it is told to go")
+            rank = (await cluster(controller.address)).groups[0].ranks[1]
+            assert rank.reason == "drained: a new card"
+            await until(
+                lambda: (
+                    controller.term is not None
+                    and controller.term.cluster.groups["g"].seats[1].phase == "gone"
+                ),
+                "it is gone",
+            )
+            assert nodes.of(1).seats[1].incarnation == 1, "no new incarnation while drained"
+
+            await stub.Undrain(controller_pb2.UndrainRequest(group="g", ranks=[1]), timeout=10)
+            await nodes.until(lambda: nodes.members == [0, 1, 2, 3])
+
+    run(scenario)
+
+
+def test_a_drain_survives_a_change_of_the_leader(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("first")
+        async with formed(bench, None, first) as (_, nodes):
+            async with client(first.address) as stub:
+                await stub.Drain(controller_pb2.DrainRequest(group="g", ranks=[1]), timeout=10)
+            await bench.stop(first)
+            second = await bench.leader("second")
+            for node in nodes.nodes.values():
+                node.addresses[:] = [second.address]
+            await nodes.until(lambda: all(n.connected for n in nodes.nodes.values()))
+            await nodes.until(lambda: nodes.epoch == 2)
+            await nodes.meet()
+            await nodes.until(lambda: bool(orders(nodes, 1, "fence")), "it is told to go")
+            await until(
+                lambda: (
+                    second.term is not None
+                    and second.term.cluster.groups["g"].seats[1].phase == "gone"
+                ),
+                "it is gone",
+            )
+            assert nodes.of(1).seats[1].incarnation == 1
+
+    run(scenario)
+
+
+def test_what_cannot_be_drained_is_refused_with_the_reason(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        config = group_config(experts=12, min_ranks=2, flap_limit=0)
+        async with formed(bench, config) as (controller, nodes), client(controller.address) as stub:
+            for group, ranks, kind, text in (
+                ("none", [0], UnknownGroup, "known are: g"),
+                ("g", [9], UnknownRank, "ranks 0 to 3"),
+                ("g", [], ConfigError, "0 ranks are named"),
+                ("g", [0, 1, 2], UsageError, "min_ranks is 2"),
+            ):
+                request = controller_pb2.DrainRequest(group=group, ranks=ranks)
+                error = await refused(stub.Drain(request, timeout=5))
+                assert isinstance(error, kind), error
+                assert text in str(error)
+            request = controller_pb2.DrainRequest(group="g", ranks=[0, 1])
+            with pytest.raises(grpc.aio.AioRpcError, match="8 slots for 12 experts"):
+                await stub.Drain(request, timeout=5)
+            assert nodes.epoch == 1
+
+    run_memory(scenario)
+
+
+def test_a_group_exists_once_and_says_in_what_another_config_differs(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        leader = await bench.leader()
+        assert await create(leader.address, group_config()) is True
+        assert await create(leader.address, group_config()) is False
+        async with client(leader.address) as stub:
+            other = group_config(experts=4, spare_copies=2)
+            request = controller_pb2.CreateGroupRequest(config=other.to_proto())
+            error = await refused(stub.CreateGroup(request, timeout=5))
+        assert isinstance(error, GroupMismatch)
+        assert "geometry.experts is 8 in the group and 4 here" in str(error)
+        assert "spare_copies is 1 in the group and 2 here" in str(error)
+        await bench.stop(leader)
+        again = await bench.leader("again")
+        assert await create(again.address, group_config()) is False
+
+    run(scenario)
+
+
+def test_nodes_that_come_before_the_group_get_their_seats_when_it_is_made(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        leader = await bench.leader()
+        async with FakeNodes([leader.address], TWO_NODES, "g") as nodes:
+            await nodes.until(lambda: all(n.connected for n in nodes.nodes.values()))
+            await create(leader.address, group_config())
+            await nodes.until(lambda: nodes.epoch == 1)
+
+    run_memory(scenario)
+
+
+def test_watching_shows_the_present_view_and_every_later_one(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes), client(controller.address) as stub:
+            call = stub.WatchView(controller_pb2.WatchViewRequest(group="g"))
+            views = aiter(call)
+            first = await anext(views)
+            assert first.epoch == 1
+            assert len(first.placement.slot_expert) == 4 * 2 * 4 * 4
+            nodes.of(3).kill(3)
+            assert (await anext(views)).epoch == 2
+            call.cancel()
+            unknown = stub.WatchView(controller_pb2.WatchViewRequest(group="none"))
+            assert isinstance(await refused(anext(aiter(unknown))), UnknownGroup)
+
+    run_memory(scenario)
