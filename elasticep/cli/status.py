@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elasticep.cli.operator import ask, controller_options
+from elasticep.cli.rebalance import status_dict, status_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,6 +74,14 @@ def _group_dict(group: "GroupStatus") -> dict[str, Any]:
         "members": [member.rank for member in group.view.members],
         "lost_experts": group.lost_experts,
         "waiting": group.waiting,
+        "load": {
+            "known": group.load.known,
+            "imbalance": group.load.imbalance,
+            "worst_imbalance": group.load.worst_imbalance,
+            "tokens": group.load.tokens,
+            "layers": list(group.load.layers),
+        },
+        "rebalance": status_dict(group.rebalance),
         "ranks": [
             {
                 "rank": rank.rank,
@@ -118,6 +127,12 @@ def _group_parts(group: "GroupStatus") -> "list[RenderableType]":
         parts.append(f"[red]{group.lost_experts} experts have no replica[/]")
     if group.waiting:
         parts.append(f"[yellow]{escape(group.waiting)}[/]")
+    if group.view.epoch:
+        load = group.load
+        figures = f"{load.imbalance:.3f}, worst layer {load.worst_imbalance:.3f}"
+        what = f"{load.tokens} tokens counted" if load.known else "with equal loads; none are known"
+        parts.append(f"imbalance {figures} ({what})")
+        parts.append(f"background: {escape(status_line(group.rebalance))}")
     ranks = Table("rank", "incarnation", "node", "state", "epoch", "", box=None, pad_edge=False)
     for rank in group.ranks:
         state = f"[{_COLOURS.get(rank.state, 'white')}]{rank.state}[/]"

@@ -86,6 +86,7 @@ class World:
         self.saved_adopted = 0
         self.saved_seats: dict[int, ev.SaveSeat] = {}
         self.saved_policies: Policies | None = None
+        self.saved_rebalance: ev.SaveRebalance | None = None
         self.proposed: list[View] = []
         self.notices: list[ev.Notice] = []
         self.told: dict[str, Policies] = {}  # node -> what it heard last
@@ -97,7 +98,10 @@ class World:
 
     def feed(self, event: ev.Event) -> Outcome:
         """Give the membership one event; write and send what it wants."""
-        out = self.membership.handle(event, self.now_ms)
+        return self.take(self.membership.handle(event, self.now_ms))
+
+    def take(self, out: Outcome) -> Outcome:
+        """Write and send what an outcome wants."""
         self._send(out.now)
         for write in out.writes:
             if isinstance(write, ev.SaveView):
@@ -107,6 +111,8 @@ class World:
                 self.saved_adopted = write.epoch
             elif isinstance(write, ev.SavePolicies):
                 self.saved_policies = write.policies
+            elif isinstance(write, ev.SaveRebalance):
+                self.saved_rebalance = write
             elif isinstance(write, ev.SaveSeat):
                 self.saved_seats[write.rank] = write
         self._send(out.after)

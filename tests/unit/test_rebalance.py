@@ -1,0 +1,631 @@
+"""When experts are moved in the background: told to the real membership, loads and rebalancer."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from elasticep.balance import RebalancePolicy
+from elasticep.control import events as ev
+from elasticep.control.arrange import expert_bytes
+from elasticep.control.background import Ask, Background, Pause, Resume
+from elasticep.control.decisions import STAGE_TIMEOUT_MS
+from elasticep.control.events import SeatReport, SeatState
+from elasticep.control.loads import GroupLoads
+from elasticep.control.placement import EMPTY, Placement
+from elasticep.control.planning import Figures, Planned
+from elasticep.control.rebalance import Doing
+from elasticep.errors import ConfigError, UsageError
+from elasticep.group import GroupConfig, LostExperts
+from elasticep.testing.membership import World, group_config
+
+NODES = {"a": (0, 1), "b": (2, 3)}
+POLICY = RebalancePolicy(settle_ms=500, min_interval_ms=2_000, window_ms=1_000, stuck_ms=10_000)
+
+
+class Balanced:
+    """A formed group with its background; time passes for both."""
+
+    def __init__(self, config: GroupConfig | None = None, **changes: object) -> None:
+        changes.setdefault("flap_limit", 0)
+        changes.setdefault("rebalance", POLICY)
+        self.world = World(config or group_config(**changes), NODES)  # type: ignore[arg-type]
+        self.background = Background(self.world.membership, None, self.world.now_ms)
+        self.counters = {
+            rank: np.zeros((2, self.world.config.geometry.experts), np.int64) for rank in range(4)
+        }
+        self.meets = True
+        self.world.settle()
+        self.count(np.zeros_like(self.counters[0]))
+
+    def count(self, tokens: NDArray[np.int64]) -> None:
+        """Every rank counts tokens [layers, experts] and reports."""
+        for rank, counters in self.counters.items():
+            node, seat = self.world.seat(rank)
+            counters += tokens
+            report = ev.LoadReport(
+                node.name, rank, seat.incarnation, 7, 0, counters.astype("<i8").tobytes()
+            )
+            self.world.take(self.background.load(report))
+
+    def advance(self, ms: int, tokens: NDArray[np.int64] | None = None) -> None:
+        """Time passes in ticks; ranks meet, count and report in each."""
+        for _ in range(ms // 100):
+            if tokens is not None:
+                self.count(tokens)
+            self.world.run()
+            if self.meets:
+                self.world.barrier()
+            self.world.run()
+            self.world.advance(100)
+            outcomes, job = self.background.tick(self.world.now_ms)
+            for out in outcomes:
+                self.world.take(out)
+            if job is not None:
+                self.planned(job.run())
+
+    def planned(self, planned: Planned) -> None:
+        self.world.take(self.background.planned(planned, self.world.now_ms))
+
+    def until(self, condition: Callable[[], bool], tokens: NDArray[np.int64] | None = None) -> None:
+        for _ in range(600):
+            if condition():
+                return
+            self.advance(100, tokens)
+        raise AssertionError(f"{condition}: {self.background.rebalancer}")
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        return [notice.fields for notice in self.world.notices if notice.event == name]
+
+    @property
+    def imbalance(self) -> float:
+        view = self.world.view
+        return Figures.of(view.placement, self.background.around, view.ranks).mean
+
+    def next_leader(self) -> None:
+        saved = self.world.saved_rebalance
+        self.world.restart_controller()
+        self.background = Background(self.world.membership, saved, self.world.now_ms)
+
+
+def skewed(experts: int = 8, hot: int = 0, weight: int = 20) -> NDArray[np.int64]:
+    tokens = np.full((2, experts), 5, np.int64)
+    tokens[:, hot] *= weight
+    return tokens
+
+
+def hot_rank(group: Balanced) -> NDArray[np.int64]:
+    """Loads that fall on what lies on rank 0 alone, as it is now."""
+    tokens = np.ones((2, group.world.config.geometry.experts), np.int64)
+    for layer in range(2):
+        held = group.world.view.placement.slot_expert[layer, 0]
+        tokens[layer, held[held != EMPTY]] = 40
+    return tokens
+
+
+# ---- loads
+
+
+def loads() -> GroupLoads:
+    return GroupLoads(2, 4, 1_000, 0)
+
+
+def report(group: GroupLoads, rows: list[list[int]], *, first: int = 0, **changes: int) -> int:
+    given = {"rank": 0, "incarnation": 1, "memory": 5} | changes
+    counters = np.array(rows, "<i8").tobytes()
+    return group.report("a", given["rank"], given["incarnation"], given["memory"], first, counters)
+
+
+def test_what_a_rank_counted_before_this_leader_is_past_and_no_burst() -> None:
+    group = loads()
+    assert report(group, [[10**9] * 4] * 2) == 0
+    assert report(group, [[10**9 + 1] * 4] * 2) == 8
+    assert group.window.loads().tolist() == [[1] * 4] * 2
+
+
+def test_a_new_incarnation_on_the_same_memory_goes_on_where_the_last_one_stopped() -> None:
+    group = loads()
+    report(group, [[0] * 4] * 2)
+    report(group, [[100] * 4] * 2)
+    assert report(group, [[103] * 4] * 2, incarnation=2) == 24
+    assert report(group, [[50] * 4] * 2, incarnation=3, memory=6) == 0, "another memory"
+    assert report(group, [[51] * 4] * 2, incarnation=3, memory=6) == 8
+
+
+def test_layers_may_come_one_by_one() -> None:
+    group = loads()
+    report(group, [[7] * 4], first=0)
+    report(group, [[9] * 4], first=1)
+    assert report(group, [[10, 9, 9, 9]], first=1) == 1
+    assert group.window.loads().tolist() == [[0] * 4, [1, 0, 0, 0]]
+
+
+def test_case_13_the_load_is_the_sum_over_all_ranks() -> None:
+    group = loads()
+    for rank in range(5):
+        report(group, [[0] * 4] * 2, rank=rank)
+        report(group, [[rank, 1, 2, 3]] * 2, rank=rank)
+    assert group.window.loads().tolist() == [[10, 5, 10, 15]] * 2
+    assert group.counted == 80
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "what"),
+    [
+        ([[1, 2, 3]], 0, "24 bytes"),
+        ([[1] * 4], 2, "from layer 2"),
+        ([[1] * 4] * 3, 0, "96 bytes"),
+        ([[-1] * 4] * 2, 0, "went back"),
+        ([[2**40] * 4] * 2, 0, "grew by more"),
+    ],
+)
+def test_reports_that_make_no_sense_are_refused_and_leave_no_trace(
+    rows: list[list[int]], first: int, what: str
+) -> None:
+    group = loads()
+    report(group, [[0] * 4] * 2)
+    report(group, [[3] * 4] * 2)
+    with pytest.raises(UsageError, match=what):
+        report(group, rows, first=first)
+    assert group.window.loads().tolist() == [[3] * 4] * 2
+
+
+def test_a_counter_that_went_back_begins_anew_with_the_next_report() -> None:
+    group = loads()
+    report(group, [[9] * 4] * 2)
+    with pytest.raises(UsageError, match="went back"):
+        report(group, [[1] * 4] * 2)
+    assert report(group, [[2] * 4] * 2) == 0
+    assert report(group, [[3] * 4] * 2) == 8
+
+
+def test_windows_fade_by_the_time_that_passed() -> None:
+    group = loads()
+    report(group, [[0] * 4] * 2)
+    report(group, [[1000] * 4] * 2)
+    assert not group.tick(999)
+    assert group.tick(1_000)
+    assert not group.tick(1_500)
+    before = int(group.window.loads().sum())
+    assert group.tick(5_000)
+    assert abs(int(group.window.loads().sum()) / before - 0.5) < 0.01, "half-life: four windows"
+    assert group.tick(10**9), "a long pause is one call"
+    assert group.window.loads().sum() == 0
+
+
+def test_few_tokens_say_nothing_about_loads() -> None:
+    group = loads()
+    report(group, [[0] * 4] * 2)
+    report(group, [[1, 0, 0, 0]] * 2)
+    assert group.tokens() is None
+    report(group, [[9, 0, 0, 0]] * 2)
+    tokens = group.tokens()
+    assert tokens is not None
+    assert tokens.tolist() == [[9, 0, 0, 0]] * 2
+
+
+def test_a_node_reports_for_its_own_seats_and_the_present_incarnation_only() -> None:
+    group = Balanced()
+    counters = np.full((2, 8), 5, "<i8").tobytes()
+    for node, rank, incarnation in (("b", 0, 1), ("a", 9, 1), ("a", 0, 2)):
+        group.world.take(
+            group.background.load(ev.LoadReport(node, rank, incarnation, 7, 0, counters))
+        )
+    assert group.background.loads.counted == 0
+    assert len(group.events("report.refused")) == 2
+
+
+# ---- when
+
+
+def test_a_skewed_load_is_balanced_view_by_view_and_a_balanced_one_is_left_alone() -> None:
+    group = Balanced(experts=8, slots=4)
+    tokens = hot_rank(group)
+    group.count(tokens)
+    assert group.imbalance > 1.2
+    first = group.world.view
+    group.until(lambda: group.background.rebalancer.completed == 1, tokens)
+    assert group.imbalance < 1.05
+    (done,) = group.events("rebalance.done")
+    assert done["imbalance_after"] < done["imbalance_before"]  # type: ignore[operator]
+    assert group.world.view.ranks == first.ranks
+    assert group.world.view.reason.startswith("rebalance, stage ")
+    epoch = group.world.view.epoch
+    group.advance(6_000, tokens)
+    assert group.world.view.epoch == epoch, "balanced: nothing more is moved"
+    assert "balanced" in group.background.rebalancer.why
+
+
+def test_case_10_map_and_weights_switch_together() -> None:
+    """Every stage is a view of its own, it fills only slots that the view before leaves empty, and
+    the next one is proposed only when all run in it."""
+    group = Balanced(experts=8, slots=3)
+    tokens = hot_rank(group)
+    seen = [group.world.view]
+
+    def watch() -> bool:
+        view = group.world.view
+        if view is not seen[-1]:
+            assert group.world.membership.adopted_epoch >= seen[-1].epoch
+            old, new = seen[-1].placement.slot_expert, view.placement.slot_expert
+            filled = (new != EMPTY) & (new != old)
+            assert (old[filled] == EMPTY).all(), "a slot in use would be overwritten"
+            assert not view.lost
+            view.placement.validate(group.world.config.geometry, view.ranks)
+            seen.append(view)
+        return group.background.rebalancer.completed >= 1
+
+    group.until(watch, tokens)
+    assert len(seen) >= 2
+
+
+def test_case_14_no_rank_holds_an_expert_twice_in_any_view() -> None:
+    group = Balanced(experts=8, slots=5)
+    for turn in range(4):
+        group.advance(4_000, skewed(hot=turn * 2))
+    assert len(group.world.proposed) > 1
+    for view in group.world.proposed:
+        view.placement.validate(group.world.config.geometry, view.ranks)
+
+
+def test_case_19_experts_without_load_are_spread_and_keep_two_copies() -> None:
+    group = Balanced(experts=8, slots=5)
+    tokens = np.zeros((2, 8), np.int64)
+    tokens[:, 0] = 100
+    group.until(lambda: group.background.rebalancer.completed > 0, tokens)
+    copies = group.world.view.placement.copies()
+    assert (copies >= 2).all(), copies
+
+
+def test_a_gain_that_is_too_small_moves_nothing() -> None:
+    policy = RebalancePolicy(settle_ms=0, window_ms=1_000, min_gain=100.0)
+    group = Balanced(rebalance=policy)
+    epoch = group.world.view.epoch
+    group.advance(4_000, hot_rank(group))
+    assert group.world.view.epoch == epoch
+    assert "not worth it" in group.background.rebalancer.why
+    assert "min_gain is 100" in group.background.rebalancer.why
+
+
+def test_at_most_so_many_copies_in_one_rebalance() -> None:
+    policy = RebalancePolicy(settle_ms=0, window_ms=1_000, min_gain=0.0, max_moves=2)
+    group = Balanced(rebalance=policy, experts=8, slots=4)
+    group.until(lambda: group.background.rebalancer.completed > 0, skewed(hot=3))
+    assert all(int(done["moves"]) <= 2 for done in group.events("rebalance.done"))  # type: ignore[call-overload]
+
+
+def test_time_passes_between_two_rebalances() -> None:
+    policy = RebalancePolicy(settle_ms=0, min_interval_ms=20_000, window_ms=500, min_gain=0.0)
+    group = Balanced(rebalance=policy)
+    group.until(lambda: group.background.rebalancer.completed == 1, hot_rank(group))
+    done_ms = group.world.now_ms
+    tokens = hot_rank(group)
+    group.until(lambda: group.background.rebalancer.completed == 2, tokens)
+    assert group.world.now_ms - done_ms >= 20_000
+
+
+def test_off_means_off_and_an_operator_may_still_ask() -> None:
+    policy = RebalancePolicy(automatic=False, settle_ms=0, window_ms=500)
+    group = Balanced(rebalance=policy)
+    tokens = hot_rank(group)
+    group.advance(5_000, tokens)
+    assert group.background.rebalancer.completed == 0
+    for out in group.background.operate(Ask("force"), group.world.now_ms):
+        group.world.take(out)
+    assert group.world.saved_rebalance is not None
+    assert group.world.saved_rebalance.asked == "force"
+    group.until(lambda: group.background.rebalancer.completed == 1, tokens)
+    assert group.world.saved_rebalance.asked == "", "it is done"
+
+
+# ---- repair
+
+
+def test_a_death_moves_nothing_at_once_and_redundancy_is_repaired_in_the_background() -> None:
+    group = Balanced(experts=6, slots=4)
+    group.world.attach = False
+    before = group.world.view.placement.slot_expert
+    node, seat = group.world.seat(3)
+    group.world.feed(ev.SeatChanged(node.name, SeatReport(3, 1, SeatState.DEAD, cause="died")))
+    seat.state = SeatState.DEAD
+    after = group.world.view.placement
+    assert (after.slot_expert[:, :3] == before[:, :3]).all(), "re-split only"
+    assert (after.copies() == 1).any()
+    del group.counters[3]
+    group.until(lambda: group.background.rebalancer.completed > 0)
+    assert (group.world.view.placement.copies() >= 2).all()
+    assert "second copy" in str(group.events("rebalance.planned")[-1]["reason"])
+
+
+def test_what_cannot_be_repaired_is_tried_once_and_not_for_ever() -> None:
+    group = Balanced(experts=14, slots=4)  # 16 slots: hardly any second copies
+    group.advance(10_000)
+    plans = len(group.events("rebalance.planned"))
+    group.advance(30_000)
+    assert len(group.events("rebalance.planned")) == plans
+
+
+def test_a_rank_that_joins_while_experts_move_comes_first() -> None:
+    group = Balanced(config=group_config(ranks=3, max_ranks=4, flap_limit=0, rebalance=POLICY))
+    assert group.world.view.ranks == (0, 1, 2, 3), "the fourth came in by itself"
+
+
+def test_a_death_in_between_abandons_it_and_plans_anew() -> None:
+    group = Balanced(experts=6, slots=4)
+    tokens = hot_rank(group)
+    group.until(lambda: bool(group.background.rebalancer.run and
+                             group.background.rebalancer.run.open_epoch), tokens)  # fmt: skip
+    group.world.attach = False
+    del group.counters[2]
+    group.world.kill(2)
+    group.advance(100)
+    assert group.background.rebalancer.doing is Doing.IDLE
+    (abandoned,) = group.events("rebalance.abandoned")
+    assert "rank 2 left" in str(abandoned["reason"])
+    group.until(lambda: group.background.rebalancer.completed > 0, tokens)
+    assert (group.world.view.placement.copies() >= 2).all()
+
+
+# ---- pause, resume, the next leader
+
+
+def test_a_pause_survives_a_change_of_the_leader_and_ends_with_resume() -> None:
+    group = Balanced()
+    tokens = hot_rank(group)
+    for out in group.background.operate(Pause("night shift"), group.world.now_ms):
+        group.world.take(out)
+    group.advance(3_000, tokens)
+    group.next_leader()
+    epoch = group.world.view.epoch
+    group.advance(6_000, tokens)
+    assert group.world.view.epoch == epoch
+    assert group.background.rebalancer.why == "night shift"
+    for out in group.background.operate(Resume(), group.world.now_ms):
+        group.world.take(out)
+    group.until(lambda: group.background.rebalancer.completed == 1, tokens)
+
+
+def test_a_pause_stops_after_the_stage_that_is_under_way() -> None:
+    group = Balanced(experts=8, slots=3)
+    tokens = hot_rank(group)
+    group.until(lambda: group.background.rebalancer.run is not None, tokens)
+    for out in group.background.operate(Pause(""), group.world.now_ms):
+        group.world.take(out)
+    group.advance(1_000)
+    epoch = group.world.view.epoch
+    group.advance(POLICY.stuck_ms * 2)
+    assert group.world.view.epoch == epoch
+    assert group.background.rebalancer.stuck == 0, "a pause is not a fault"
+
+
+def test_an_import_that_was_acknowledged_is_carried_out_by_the_next_leader() -> None:
+    group = Balanced(experts=8, slots=4)
+    now = group.world.view.placement
+    table, weight = now.slot_expert.copy(), now.slot_weight.copy()
+    table[0, [0, 2]], weight[0, [0, 2]] = table[0, [2, 0]], weight[0, [2, 0]]
+    wanted = Placement(experts=8, slot_expert=table, slot_weight=weight)
+    for out in group.background.operate(Ask("import", wanted), group.world.now_ms):
+        group.world.take(out)
+    group.next_leader()
+    group.until(lambda: group.background.rebalancer.completed == 1)
+    assert group.world.view.placement == wanted
+    assert group.world.saved_rebalance is not None
+    assert group.world.saved_rebalance.placement == b""
+
+
+def test_the_next_leader_goes_on_from_a_stage_that_was_half_done() -> None:
+    group = Balanced(experts=8, slots=3)
+    tokens = hot_rank(group)
+    group.until(lambda: group.world.view.epoch > 1, tokens)
+    group.next_leader()
+    group.until(
+        lambda: group.imbalance < 1.1 and group.world.membership.quiet_ms(group.world.now_ms) > 0,
+        tokens,
+    )
+
+
+# ---- liveness
+
+
+def test_case_16_a_rebalance_that_stands_still_is_reported_and_begun_anew() -> None:
+    group = Balanced()
+    tokens = hot_rank(group)
+    group.until(lambda: group.background.rebalancer.run is not None, tokens)
+    group.meets = False  # all have staged it, and no engine comes to a step
+    group.advance(POLICY.stuck_ms // 2)
+    rebalancer = group.background.rebalancer
+    assert group.world.now_ms - rebalancer.progress_ms >= POLICY.stuck_ms // 2 - 500, "its age"
+    assert rebalancer.stuck == 0
+    group.advance(POLICY.stuck_ms)
+    assert rebalancer.stuck == 1
+    (stuck,) = group.events("rebalance.stuck")
+    assert "while running" in str(stuck["reason"])
+    assert rebalancer.doing is Doing.IDLE
+    group.meets = True
+    tokens = hot_rank(group)
+    group.until(lambda: rebalancer.completed > 0, tokens)
+
+
+def test_case_16_a_plan_that_never_comes_is_given_up_and_made_anew() -> None:
+    group = Balanced()
+    tokens = hot_rank(group)
+    lost: list[object] = []
+    planned, group.planned = group.planned, lost.append  # type: ignore[method-assign,assignment]
+    group.until(lambda: bool(lost), tokens)
+    group.advance(POLICY.stuck_ms + 200, tokens)
+    assert group.background.rebalancer.stuck == 1
+    late = lost[0]
+    assert isinstance(late, Planned)
+    planned(late)
+    assert group.background.rebalancer.run is None, "a plan that was given up counts no more"
+    group.planned = planned  # type: ignore[method-assign]
+    group.until(lambda: group.background.rebalancer.completed > 0, tokens)
+
+
+# ---- staging
+
+
+def stalled(group: Balanced, rank: int) -> None:
+    _, seat = group.world.seat(rank)
+    seat.hung = True
+
+
+def test_weights_that_load_slowly_are_no_delay_and_those_that_stop_are() -> None:
+    group = Balanced()
+    group.until(lambda: group.background.rebalancer.run is not None, hot_rank(group))
+    stalled(group, 1)
+    group.advance(200)
+    run = group.background.rebalancer.run
+    assert run is not None
+    epoch = group.world.view.epoch
+    assert run.open_epoch == epoch
+    node, seat = group.world.seat(1)
+    done = 0
+    for _ in range(3 * STAGE_TIMEOUT_MS // 1_000):
+        done += 10
+        group.world.feed(
+            ev.Progressed(node.name, 1, seat.incarnation, 5, False, epoch, done, 1_000)
+        )
+        group.advance(1_000)
+    assert group.world.view.epoch == epoch, "it makes headway"
+    assert group.background.rebalancer.stuck == 0
+    group.advance(STAGE_TIMEOUT_MS + 1_000)
+    assert group.world.view.epoch > epoch, "it stopped"
+
+
+def test_headway_beyond_the_total_counts_as_none() -> None:
+    group = Balanced()
+    group.until(lambda: group.background.rebalancer.run is not None, hot_rank(group))
+    stalled(group, 1)
+    group.advance(200)
+    epoch = group.world.view.epoch
+    node, seat = group.world.seat(1)
+    for second in range(10):
+        beat = ev.Progressed(node.name, 1, seat.incarnation, 5, False, epoch, 100 + second, 100)
+        group.world.feed(beat)
+        group.advance(1_000)
+    assert group.world.view.epoch > epoch
+
+
+@pytest.mark.parametrize("policy", list(LostExperts))
+def test_experts_that_nobody_can_supply_are_named_as_lost(policy: LostExperts) -> None:
+    group = Balanced(experts=8, slots=4, spare_copies=0, lost_experts=policy)
+    world = group.world
+    world.attach = False
+    world.kill(3)
+    gone = {tuple(pair) for pair in np.argwhere(group_lost(world))}
+    group.meets = False
+    for _ in range(40):
+        world.run()
+        view = world.view
+        fills = [m.rank for m in view.members if gone_in(view.placement, gone, m.rank)]
+        if fills:
+            break
+        world.barrier()
+        world.advance(100)
+    rank = fills[0]
+    node, seat = world.seat(rank)
+    pairs = tuple(sorted(gone_in(view.placement, gone, rank)))
+    seat.views.pop(view.epoch, None)
+    world.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch, "no source", pairs))
+    assert world.view.epoch == view.epoch + 1
+    assert set(pairs) <= set(world.view.lost)
+    assert world.seat(rank)[1].state is SeatState.ATTACHED, "nobody is expelled for it"
+    assert "nobody can supply" in world.view.reason
+    group.meets = True
+    group.advance(3_000)
+    assert world.membership.adopted_epoch == world.view.epoch
+    assert set(pairs) <= set(world.view.lost), "and nobody tries again"
+    world.feed(ev.Retry())
+    assert not world.view.lost, "until somebody asks"
+
+
+def group_lost(world: World) -> NDArray[np.bool_]:
+    """[layers, experts] that no rank but 3 held in the first view."""
+    first = world.proposed[0].placement
+    table = first.slot_expert.copy()
+    table[:, 3] = EMPTY
+    lost = np.ones((first.layers, first.experts), np.bool_)
+    for layer in range(first.layers):
+        held = table[layer]
+        lost[layer, held[held != EMPTY]] = False
+    return lost
+
+
+def gone_in(placement: Placement, gone: set[tuple[int, ...]], rank: int) -> set[tuple[int, int]]:
+    return {
+        (layer, expert) for layer, expert in gone if expert in placement.slot_expert[layer, rank]
+    }
+
+
+def test_an_answer_that_names_what_it_was_not_given_is_the_ranks_own_fault() -> None:
+    group = Balanced(experts=8, slots=4, spare_copies=0)
+    world = group.world
+    world.attach = False
+    world.kill(3)
+    view = world.view
+    node, seat = world.seat(0)
+    held = set(view.placement.slot_expert[0, 0].tolist())
+    other = next(expert for expert in range(8) if expert not in held)
+    world.feed(
+        ev.Staged(node.name, 0, seat.incarnation, view.epoch, "?", ((0, other), (9, 0), (0, 99)))
+    )
+    assert not group.events("experts.unrestorable")
+    assert len(group.events("staging.failed")) == 1
+
+
+# ---- the group's options
+
+
+def test_staging_slots_stay_empty_in_every_plan() -> None:
+    config = group_config(
+        experts=8, slots=5, staging_slots=2, flap_limit=0, rebalance=POLICY, spare_copies=2
+    )
+    group = Balanced(config)
+    for turn in range(4):
+        group.until(
+            lambda seen=group.background.rebalancer.completed: (  # type: ignore[misc]
+                group.background.rebalancer.completed > seen
+            ),
+            skewed(hot=turn * 2, weight=40),
+        )
+        filled = (group.world.view.placement.slot_expert != EMPTY).sum(axis=2)
+        assert filled.max() <= 3, filled
+    assert group.background.rebalancer.completed > 0
+
+
+def test_with_staging_slots_a_move_takes_one_view() -> None:
+    config = group_config(experts=8, slots=5, staging_slots=2, flap_limit=0, rebalance=POLICY)
+    group = Balanced(config)
+    group.until(lambda: group.background.rebalancer.run is not None, skewed(hot=3))
+    assert group.background.rebalancer.run is not None
+    assert len(group.background.rebalancer.run.planned.path) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target", 0.5),
+        ("min_gain", -1.0),
+        ("window_ms", 1),
+        ("max_moves", -1),
+        ("max_moves", 1.5),
+        ("automatic", 1),
+        ("groups", 0),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"rebalance\.{name}"):
+        RebalancePolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_groups_policy_crosses_processes_and_files() -> None:
+    config = group_config(slots=4, staging_slots=1, rebalance=RebalancePolicy(max_bytes=1 << 40))
+    assert GroupConfig.from_proto(config.to_proto()) == config
+    assert GroupConfig.from_toml_dict(config.to_dict()) == config
+    assert expert_bytes(config) == 0
+    with pytest.raises(ConfigError, match=r"rebalance has no setting|min_gian"):
+        GroupConfig.from_toml_dict(config.to_dict() | {"rebalance": {"min_gian": 1.0}})
+    with pytest.raises(ConfigError, match="staging_slots"):
+        group_config(slots=4, staging_slots=4)
