@@ -1,0 +1,149 @@
+"""Seats on GPUs without one: the daemon's part, with a CUDA library that hands out host memory.
+
+The stand-in makes memfds where the real library makes device memory, so that an engine of the CPU
+plane can run on what the daemon keeps: allocator, descriptors, seats and views are the real ones.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticep.device import Device
+from elasticep.errors import ConfigError
+from elasticep.group import Completion, GroupConfig, Launch
+from elasticep.native.cuda import PROTOTYPES
+from elasticep.native.library import CORE_NAME, CUDA_NAME, LIBRARY_DIR
+from elasticep.proto import types_pb2
+from elasticep.spec import ExchangeSpec
+from elasticep.testing.lab import Lab, small_config
+from elasticep.testing.node import DaemonProcess, wait_for
+
+# epc_region_create: a memfd of the group's size; device 7 is full, device 6 takes for ever.
+_LIBRARY = r"""
+#include "cuda/elasticep_cuda.h"
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+static const char* text = "";
+const char* epc_last_error(void) { return text; }
+uint32_t epc_abi_version(void) { return EPC_ABI_VERSION; }
+uint64_t epc_struct_size(const char* name) {
+  if (!strcmp(name, "config")) return sizeof(epc_config);
+  if (!strcmp(name, "step_info")) return sizeof(epc_step_info);
+  if (!strcmp(name, "received")) return sizeof(epc_received);
+  if (!strcmp(name, "dispatch_args")) return sizeof(epc_dispatch_args);
+  return !strcmp(name, "fault") ? sizeof(epc_fault) : 0;
+}
+int epc_region_create(const ep_geometry* g, uint32_t device) {
+  ep_layout_info layout;
+  if (device == 7) { text = "device 7 has too little memory"; return EP_ESHORT; }
+  while (device == 6) sleep(1);
+  return ep_layout(g, &layout) ? EP_EINVAL : ep_memory_create("stand-in", layout.data_bytes);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("lib")
+    source = folder / "stand_in.c"
+    source.write_text(_LIBRARY)
+    rest = "".join(
+        f"int {name}() {{ return -1; }}\n" for name in PROTOTYPES if f" {name}(" not in _LIBRARY
+    )
+    (folder / "rest.c").write_text(rest)
+    headers = Path(__file__).parents[2] / "csrc"
+    subprocess.run(
+        [
+            *(compiler, "-shared", "-fPIC", "-w", "-I", str(headers)),
+            *("-o", str(folder / CUDA_NAME), str(source), str(folder / "rest.c")),
+            *("-L", str(LIBRARY_DIR), "-l:" + CORE_NAME, f"-Wl,-rpath,{LIBRARY_DIR}"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    (folder / CORE_NAME).symlink_to(LIBRARY_DIR / CORE_NAME)
+    return folder
+
+
+def on_gpu(**changes: Any) -> GroupConfig:
+    return small_config(device=Device.CUDA, launch=Launch.INLINE, **changes)
+
+
+def start(lab: Lab, libraries: Path, seats: str, *flags: str) -> DaemonProcess:
+    daemon = lab.daemon("n0", seats, *flags, start=False)
+    daemon.environment["ELASTICEP_LIBRARY_DIR"] = str(libraries)
+    return daemon.start()
+
+
+def test_an_allocator_makes_the_memory_and_leaves(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0-1", "--devices", "3,4")
+        engines = lab.serve(daemon, [0, 1])
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+        taken = daemon.events("memory.taken")
+        assert sorted((event["rank"], event["device"]) for event in taken) == [(0, 3), (1, 4)]
+        seat = daemon.seat("g", 0)
+        assert (seat.worker_pid, seat.engine_pid) == (0, engines[0].pid)
+        wait_for(lambda: len(lab.processes()) == 3, "the allocators to be gone")  # daemon, engines
+        # The memory outlives its engine: the next incarnation gets it without another allocator.
+        engines[1].close()
+        lab.controller.wait_seat("g", 1, types_pb2.SEAT_STATE_READY, 2)
+        again = lab.engine(daemon, "g", 1).up()
+        lab.controller.wait_seat("g", 1, types_pb2.SEAT_STATE_ATTACHED, 2)
+        assert len(daemon.events("memory.taken")) == 2
+        again.close()
+
+
+def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0", "--devices", "7")
+        dead = lab.controller.wait_seat("g", 0, types_pb2.SEAT_STATE_DEAD, 1)
+        assert "device 7 has too little memory" in dead.cause
+        again = lab.controller.wait_seat("g", 0, types_pb2.SEAT_STATE_DEAD, 2)  # tried anew
+        assert again.cause == dead.cause
+        assert not daemon.events("memory.taken")
+
+
+def test_an_allocator_that_dies_ends_the_incarnation(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        start(lab, libraries, "g:0", "--devices", "6")
+
+        def allocator() -> int | None:
+            for pid in lab.processes():
+                if b"allocator" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+            return None
+
+        os.kill(wait_for(allocator, "the allocator"), 9)
+        dead = lab.controller.wait_seat("g", 0, types_pb2.SEAT_STATE_DEAD, 1)
+        assert "the allocator ended: killed by SIGKILL" in dead.cause
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"launch": Launch.SERVICE}, "launch = 'inline'"),
+        ({"completion": Completion.AGREED}, "completion = 'local'"),
+        (
+            {"exchanges": (("sums", ExchangeSpec.preset("ROUTED", combine_dtype="fp8")),)},
+            "combine_dtype = 'fp8'; use fp32, fp16 or bf16",
+        ),
+    ],
+)
+def test_what_kernels_do_not_carry_out_is_refused(changes: dict[str, Any], words: str) -> None:
+    plain: dict[str, Any] = {"device": Device.CUDA, "launch": Launch.INLINE}
+    geometry = small_config().geometry
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        small_config(**{**plain, "geometry": replace(geometry, hidden=128), **changes})
