@@ -124,10 +124,14 @@ class GroupWeights:
         return None if seat is None else seat.memory
 
     def live(self) -> Iterator[tuple[int, int, ArenaMemory]]:
-        """(rank, incarnation, arena) of seats that may be copied from."""
+        """(rank, incarnation, arena) of seats that may be copied from: those that run or have
+        staged a view. What an incarnation that is over left in an arena is not copied before the
+        next one serves from it.
+        """
         for rank, seat in self.seats.items():
             keeper = seat.keeper
-            if seat.memory is not None and keeper.seat.live:
+            serves = bool(seat.pinned or seat.running)
+            if seat.memory is not None and keeper.seat.live and serves:
                 yield rank, keeper.seat.incarnation, seat.memory
 
     def mark_dead(self, rank: int, incarnation: int) -> None:
