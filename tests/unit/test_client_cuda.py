@@ -1,0 +1,384 @@
+"""The rules of a CUDA session against a double of its handle: what is asked, when, and of whom.
+
+The double stands for one rank that is its own peer; its "GPU" is host memory, and its stream runs
+when it is waited for.
+"""
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticep.device import Device
+from elasticep.errors import (
+    CapExceeded,
+    DeviceFailed,
+    ExpertsLost,
+    Fenced,
+    StepTimeout,
+    TensorError,
+    UsageError,
+)
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig, Launch, LostExperts
+from elasticep.native.cuda_structs import StepStatus
+from elasticep.spec import ExchangeSpec
+
+torch = pytest.importorskip("torch")
+
+CAP, HIDDEN, EXPERTS, TOPK, SLOTS, LAYERS = 4, 8, 4, 2, 4, 2
+CPU = torch.device("cpu")
+
+
+def over(address: int, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    size = int(np.prod(shape)) * dtype.itemsize
+    if not address or not size:
+        return torch.empty(shape if not size else (0,), dtype=dtype)
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+class Handle:
+    """`CudaHandle` without a GPU: kernels run in the order in which they were put."""
+
+    def __init__(self) -> None:
+        self.device = CPU
+        self.stream = 5
+        self.rows = torch.zeros(CAP, HIDDEN)
+        self.out = torch.zeros(CAP, HIDDEN)
+        self.ids = torch.full((CAP, TOPK), -1, dtype=torch.int32)
+        self.weights = torch.zeros(CAP, TOPK)
+        self.table = torch.arange(SLOTS, dtype=torch.int32).repeat(LAYERS, 1)
+        self.context = SimpleNamespace(received=self._received, result=self.result)
+        self.calls: list[str] = []
+        self.begun = self.ended = 0
+        self.status = StepStatus.RUN
+        self.epoch, self.complete, self.staged = 1, True, 1
+        self.why: Fenced | None = None
+        self.broken = False
+        self.lose: list[int] = []
+        self.closed = False
+
+    def _received(self, number: int, channel: int) -> Any:
+        return SimpleNamespace(
+            rows=self.rows.data_ptr(),
+            scales=None,
+            ids=self.ids.data_ptr(),
+            weights=self.weights.data_ptr(),
+            slot_counts=None,
+            slot_offsets=None,
+            out=self.out.data_ptr(),
+            rows_count=CAP,
+            source_rows=CAP,
+        )
+
+    def result(self) -> Any:
+        return SimpleNamespace(
+            status=self.status,
+            step=self.begun,
+            epoch=self.epoch,
+            members={0: 1},
+            tokens={0: 3},
+            digest=9,
+            complete=self.complete and self.status is StepStatus.RUN,
+        )
+
+    def slot_experts(self) -> int:
+        return int(self.table.data_ptr())
+
+    def enter(self, after: int, timeout_ms: int) -> None:
+        self.calls.append(f"enter {after}")
+        if self.staged <= after:
+            raise StepTimeout("no view")
+
+    def begin(self, tokens: int, timeout_ms: int) -> None:
+        if self.why:
+            raise self.why
+        self.calls.append(f"begin {tokens}")
+        self.begun += 1
+
+    def step_end(self) -> bool:
+        self.calls.append("end")
+        self.ended += 1
+        return False
+
+    def step_tear(self) -> None:
+        self.calls.append("tear")
+        self.complete = False
+
+    def wait(self, what: int, count: int, stream: int) -> Any:
+        if self.broken:
+            raise DeviceFailed("rank 0")
+        assert count <= (self.ended if what else self.begun), "waits for what was never put"
+        assert stream == 5
+        self.calls.append(f"wait {what.name.lower()} {count}")  # type: ignore[attr-defined]
+        return self.result()
+
+    def dispatch(
+        self, exchange: int, channel: int, layer: int, tensors: Any, lost: int, half: str = "both"
+    ) -> None:
+        self.calls.append(f"dispatch {half}")
+        self.tokens = tensors.tokens
+        x = over(tensors.x, (tensors.tokens, HIDDEN), torch.float32, CPU)
+        self.rows[: tensors.tokens] = x
+        flags = over(lost, (tensors.tokens,), torch.uint8, CPU)
+        flags.zero_()
+        for token in self.lose:
+            flags[token] = 1
+
+    def receive(self, exchange: int, channel: int) -> None:
+        self.calls.append("receive")
+
+    def combine(
+        self, exchange: int, channel: int, out: int, dtype: int, half: str = "both"
+    ) -> None:
+        self.calls.append(f"combine {half}")
+        if out:
+            over(out, (self.tokens, HIDDEN), torch.float32, CPU).copy_(self.out[: self.tokens])
+
+    def slots(self, epoch: int, shape: tuple[int, int, int]) -> Any:
+        table = np.full(shape, -1, np.int32)
+        table[:, 0] = np.arange(SLOTS)
+        if self.lose:
+            table[:, 0, 3] = -1
+        return table
+
+    def fenced(self) -> Fenced | None:
+        return self.why
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    from elasticep.client import cuda_received, cuda_session
+
+    monkeypatch.setattr(cuda_received, "over", over)
+    monkeypatch.setattr(cuda_session, "over", over)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def session(handle: Handle, **changes: Any) -> Any:
+        spec = ExchangeSpec.preset(
+            "ROUTED", dispatch_dtype="fp32", combine_dtype="fp32", max_tokens=CAP
+        )
+        geometry = GroupGeometry(
+            layers=LAYERS,
+            experts=EXPERTS,
+            topk=TOPK,
+            hidden=HIDDEN,
+            slots_per_rank=SLOTS,
+            max_ranks=1,
+        )
+        plain: dict[str, Any] = {
+            "name": "double",
+            "geometry": geometry,
+            "exchanges": (("decode", spec),),
+            "initial_ranks": 1,
+            "spare_copies": 0,
+            "device": Device.CUDA,
+            "launch": Launch.INLINE,
+            **changes,
+        }
+        config = GroupConfig(**plain)
+        return cuda_session.CudaSession(
+            handle,
+            config,
+            rank=0,
+            incarnation=1,  # type: ignore[arg-type]
+        )
+
+    return session
+
+
+def inputs(tokens: int) -> tuple[Any, Any, Any]:
+    x = torch.arange(tokens * HIDDEN, dtype=torch.float32).view(tokens, HIDDEN)
+    return x, torch.zeros(tokens, TOPK, dtype=torch.int64), torch.ones(tokens, TOPK)
+
+
+def forward(session: Any, tokens: int = 3) -> Any:
+    exchange = session.exchange("decode")
+    args = inputs(tokens)
+
+    def run(step: Any, batch: None) -> Any:
+        recv = exchange.dispatch(0, *args)
+        recv.out.copy_(2 * recv.rows)
+        return exchange.combine(0, recv)
+
+    return run
+
+
+def test_a_step_waits_for_nothing_until_it_is_asked(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    run = forward(session)
+    with session.step(3) as step:
+        out = run(step, None)
+        assert step.complete is False
+    assert not [call for call in handle.calls if call.startswith("wait")]
+    assert step.complete is True
+    assert (step.number, step.epoch, dict(step.members)) == (1, 1, {0: 1})
+    assert handle.calls == [
+        *("enter 0", "begin 3", "dispatch both", "combine both", "end", "wait ended 1"),
+    ]
+    assert torch.equal(out, 2 * inputs(3)[0])
+    assert bool(step.token_ok.all())
+    assert session.view.epoch == 1
+    assert session.slots(0) == (0, 1, 2, 3)
+    assert session.slot_table.tolist() == [[0, 1, 2, 3]] * LAYERS
+    # Once a view has run there is nothing to wait for on the host.
+    session.run(run, None, tokens=3)
+    assert handle.calls.count("enter 0") == 1
+    session.detach()
+    assert handle.closed
+
+
+def test_facts_are_those_of_the_latest_step_only(make: Callable[..., Any]) -> None:
+    session = make(Handle())
+    with session.step() as first:
+        assert first.number == 1
+    with session.step():
+        pass
+    assert first.number == 1  # asked in time, so it is known
+    with pytest.raises(UsageError, match="a later step has begun"):
+        _ = first.complete
+
+
+def test_a_doomed_step_lets_the_host_wait_for_the_next_view(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    run = forward(session)
+    handle.status = StepStatus.DOOMED
+    with session.step() as step:
+        run(step, None)
+    assert step.complete is False
+    handle.status = StepStatus.RUN  # the pause is over without a view, or with one
+    assert torch.equal(session.run(run, None, tokens=3), 2 * inputs(3)[0])
+    assert handle.calls.count("enter 1") == 1
+
+
+def test_a_torn_step_is_repeated(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    run = forward(session)
+    handle.complete = False
+    torn = []
+
+    def note(step: Any) -> None:
+        torn.append(step.number)
+        handle.complete = True
+
+    session.run(run, None, tokens=3, on_torn=note)
+    assert torn == [1]
+
+
+def test_errors_of_a_step(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    handle.status = StepStatus.TIMEOUT
+    with session.step() as step:
+        pass
+    with pytest.raises(StepTimeout, match="Enter a new step"):
+        _ = step.complete
+    handle.status = StepStatus.EXPELLED
+    with session.step() as step:
+        pass
+    with pytest.raises(Fenced, match="went on without it"):
+        _ = step.complete
+    handle.status, handle.broken = StepStatus.RUN, True
+    with session.step() as step:
+        pass
+    with pytest.raises(DeviceFailed):
+        _ = step.complete
+    handle.broken = False
+    handle.why = Fenced(3, "expelled")
+    with pytest.raises(Fenced, match="epoch 3"), session.step():
+        pass
+    with pytest.raises(Fenced, match="epoch 3"):
+        session.replay(SimpleNamespace(replay=lambda: None))
+
+
+def test_an_error_inside_a_step_tears_it_for_all(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    with pytest.raises(ZeroDivisionError), session.step():
+        _ = 1 // 0
+    assert handle.calls[-2:] == ["tear", "end"]
+    exchange = session.exchange("decode")
+    with pytest.raises(UsageError, match="no combine followed"), session.step():
+        exchange.dispatch(0, *inputs(2))
+    with pytest.raises(UsageError, match="open already"), session.step(), session.step():
+        pass
+
+
+def test_lost_experts(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    handle.lose = [1]
+    session = make(handle)
+    with pytest.raises(ExpertsLost, match="expert"):
+        session.run(forward(session), None, tokens=3)
+    handle = Handle()
+    handle.lose = [1]
+    session = make(handle, lost_experts=LostExperts.SERVE)
+    exchange = session.exchange("decode")
+    with session.step(3) as step:
+        recv = exchange.dispatch(0, *inputs(3))
+        assert recv.token_ok.tolist() == [True, False, True]
+        exchange.combine(0, recv)
+    assert step.complete
+    assert step.token_ok.tolist() == [True, False, True]
+
+
+def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle)
+    exchange = session.exchange("decode")
+    x, ids, weights = inputs(2)
+    with pytest.raises(UsageError, match="outside a step"):
+        exchange.dispatch(0, x, ids, weights)
+    with session.step(2) as step:
+        exchange.dispatch_send(0, x, ids, weights)
+        recv = exchange.dispatch_recv()
+        assert (recv.arrived, recv.tokens, recv.layer) == (-1, (), 0)
+        exchange.combine_send(0, recv)
+        out = torch.empty(2, HIDDEN)
+        assert exchange.combine_recv(out) is out
+        with pytest.raises(TensorError, match="device meta"):
+            exchange.dispatch(0, x.to("meta"), ids, weights)
+        with pytest.raises(CapExceeded):
+            exchange.dispatch(0, *inputs(CAP + 1))
+    assert step.complete
+    halves = ["dispatch send", "receive", "combine send", "combine receive"]
+    assert [call for call in handle.calls if call in halves] == halves
+
+
+def test_a_graph_is_replayed_until_it_is_complete(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Handle()
+    session = make(handle)
+    run = forward(session)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with session.step(3) as captured:
+        run(captured, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(UsageError, match="was captured"):
+        _ = captured.epoch
+    assert captured.complete is False
+    handle.begun = handle.ended = 0  # a capture runs nothing
+    handle.calls.clear()
+    handle.complete = False
+
+    def replay() -> None:
+        handle.calls.append("graph")
+        handle.begun += 1
+        handle.ended += 1
+        handle.complete = handle.begun == 3
+
+    step = session.run_graph(SimpleNamespace(replay=replay), captured)
+    assert (step.number, step.complete) == (3, True)
+    assert handle.calls.count("graph") == 3
+    assert step.token_ok.shape == (3,)
