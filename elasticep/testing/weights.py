@@ -1,4 +1,4 @@
-"""Daemons that keep expert weights, for tests: groups, views with given slots, and arenas to look at.
+"""Daemons that keep expert weights, for tests: groups, views with given slots, arenas to look at.
 
 with WeightsLab(layers=2, experts=4) as lab:
     lab.start({"n0": [0], "n1": [1]})

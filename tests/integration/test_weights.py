@@ -1,12 +1,13 @@
 """Daemons fill arenas of expert weights: from checkpoints, replicas and backups, verified."""
 
 import os
-import signal
 
 import pytest
 
+from elasticep.testing.lab import small_config
 from elasticep.testing.node import wait_for
 from elasticep.testing.weights import WeightsLab, leave_no_checkpoint
+from elasticep.weights import TensorSpec, WeightSpec
 
 
 def test_a_group_starts_from_the_checkpoint_and_reads_no_more_than_it_needs() -> None:
@@ -114,7 +115,8 @@ def test_a_replica_that_lies_is_found_out(relabel: bool) -> None:
         lab.run(2, {0: [0, 1, 3], 1: [2, 3], 2: [3, 1]})
         lab.check(0, [0, 1, 3])
         lied = lab.failures("n0", "lied")
-        assert lied and {event["source"] for event in lied} == {"rank 1 on n1"}
+        assert lied
+        assert {event["source"] for event in lied} == {"rank 1 on n1"}
 
 
 def test_backups_cover_every_expert_when_nodes_do_not_divide_them() -> None:
@@ -140,32 +142,10 @@ def test_a_backup_keeps_to_its_bound() -> None:
 
 def test_memory_that_is_not_there_is_a_typed_error() -> None:
     with WeightsLab(slots=4, unit=4096) as lab:
-        huge = lab.group.weights
-        assert huge is not None
-        from elasticep.testing.lab import small_config
-        from elasticep.weights import TensorSpec, WeightSpec
-
         spec = WeightSpec((TensorSpec.of("w2", "int8", (1 << 20, 1 << 15)),))
         lab.create(small_config(geometry=lab.group.geometry, weights=spec))
         daemon = lab.daemon("n0", "g:0")
         event = wait_for(lambda: daemon.events("seat.start_failed"), "the refusal")[0]
-        assert "bytes and" in event["error"] and "available" in event["error"]
+        assert "bytes and" in event["error"]
+        assert "available" in event["error"]
         assert os.path.exists(f"/proc/{daemon.pid}")
-
-
-def test_the_mover_is_replaced_when_it_dies_or_hangs() -> None:
-    with WeightsLab(unit=1 << 20) as lab:
-        lab.start({"n0": [0], "n1": [1]}, "--weights-rate", "4000000")
-        lab.run(1, {0: [0, 1], 1: [2, 3]})
-        daemon = lab.nodes["n0"]
-        lab.propose(2, {0: [0, 1, 2, 3], 1: [2, 3]})
-        for number, word in ((signal.SIGKILL, "ended"), (signal.SIGSTOP, "stuck")):
-            pid = wait_for(lambda: daemon.status().mover_pid, "a mover")
-            wait_for(
-                lambda: any(a.filling and a.done_bytes for a in daemon.status().arenas), "a copy"
-            )
-            os.kill(pid, number)
-            wait_for(lambda word=word: daemon.events(f"weights.mover_{word}"), f"mover {word}")
-        for rank in (0, 1):
-            assert lab.staged(rank, 2).error == ""
-        lab.check(0, [0, 1, 2, 3])

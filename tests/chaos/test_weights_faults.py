@@ -1,0 +1,103 @@
+"""Sources, targets and the mover itself die, hang or stop while expert weights are copied."""
+
+import os
+import signal
+
+from elasticep.testing.node import wait_for
+from elasticep.testing.weights import WeightsLab, wrong_labels
+
+MIB = 1 << 20
+
+
+def test_the_mover_is_replaced_when_it_dies_or_hangs() -> None:
+    with WeightsLab(unit=1 << 20) as lab:
+        lab.start({"n0": [0], "n1": [1]}, "--weights-rate", "4000000")
+        lab.run(1, {0: [0, 1], 1: [2, 3]})
+        daemon = lab.nodes["n0"]
+        lab.propose(2, {0: [0, 1, 2, 3], 1: [2, 3]})
+        for number, word in ((signal.SIGKILL, "ended"), (signal.SIGSTOP, "stuck")):
+            pid = wait_for(lambda: daemon.status().mover_pid, "a mover")
+            wait_for(
+                lambda: any(a.filling and a.done_bytes for a in daemon.status().arenas), "a copy"
+            )
+            os.kill(pid, number)
+            wait_for(lambda word=word: daemon.events(f"weights.mover_{word}"), f"mover {word}")
+        for rank in (0, 1):
+            assert lab.staged(rank, 2).error == ""
+        lab.check(0, [0, 1, 2, 3])
+
+
+def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next() -> None:
+    with WeightsLab(layers=1, unit=4 * MIB) as lab:
+        lab.start({"n0": [0], "n1": [1], "n2": [2]}, "--weights-rate", "4000000")
+        lab.run(1, {0: [0], 1: [1, 2], 2: [3]})
+        daemon = lab.nodes["n0"]
+        lab.propose(2, {0: [0, 1], 1: [1, 2], 2: [3]}, stage=[0])
+        wait_for(lambda: any(a.done_bytes for a in daemon.status().arenas), "a copy")
+        lab.ranks.pop(1).close()
+        lab.dead(1)
+        gone = wait_for(lambda: lab.failures("n0", "gone"), "the copy to be called off")
+        assert gone[0]["source"] == "rank 1 on n1"
+        assert lab.staged(0, 2).error == ""
+        lab.check(0, [0, 1])
+        assert lab.moved("n0") == {"checkpoint": 2}
+
+
+def test_a_target_that_dies_in_the_middle_leaves_no_label_over_wrong_bytes() -> None:
+    with WeightsLab(layers=1, unit=4 * MIB) as lab:
+        lab.start({"n0": [0], "n1": [1]}, "--weights-rate", "8000000")
+        lab.run(1, {0: [0, 1], 1: [2, 3]})
+        daemon = lab.nodes["n0"]
+        lab.propose(2, {0: [0, 1, 2], 1: [2, 3]}, stage=[0])
+        wait_for(lambda: any(a.done_bytes for a in daemon.status().arenas), "a copy")
+        lab.ranks.pop(0).close()
+        lab.dead(0)
+        with lab.arena(0) as arena:
+            assert not wrong_labels(arena)
+        lab.open(0, 2)
+        lab.ranks[0].say("step")
+        lab.propose(3, {0: [0, 1, 3], 1: [2, 3]}, stage=[0])
+        assert lab.staged(0, 3).error == ""
+        lab.check(0, [0, 1, 3])
+
+
+def test_a_source_that_stalls_is_left_for_the_next() -> None:
+    """Between domains; views across domains are not staged, but what they want is fetched."""
+    with WeightsLab(layers=1, unit=16 * MIB) as lab:
+        lab.start(
+            {"n0": [0], "n1": [1]},
+            *("--weights-rate", "8000000"),
+            n1=["--domain", "elsewhere"],
+        )
+        lab.ranks[1].say("step")
+        lab.propose(1, {1: [2, 3]}, stage=[1])
+        assert lab.ranks[1].hear().split()[:2] == ["stepped", "1"]
+        n0, n1 = lab.nodes["n0"], lab.nodes["n1"]
+        lab.propose(2, {0: [0, 2], 1: [2, 3]}, stage=[0])
+        wait_for(
+            lambda: any(17 * MIB < a.done_bytes < 30 * MIB for a in n0.status().arenas),
+            "a copy out of the other domain",
+        )
+        os.kill(n1.pid, signal.SIGSTOP)
+        stalled = wait_for(lambda: lab.failures("n0", "stalled"), "the stall to be noticed")
+        assert (stalled[0]["kind"], stalled[0]["source"]) == ("remote", "rank 1 on n1")
+        assert "no transport between domains" in lab.staged(0, 2).error
+        os.kill(n1.pid, signal.SIGCONT)
+        lab.check(0, [0, 2])
+
+
+def test_between_domains_experts_are_streamed() -> None:
+    with WeightsLab(layers=2, unit=MIB) as lab:
+        path = str(lab.written.path)
+        lab.start(
+            {"n0": [0], "n1": [1]},
+            checkpoint=False,
+            n1=["--domain", "elsewhere", "--checkpoint", path],
+        )
+        lab.ranks[1].say("step")
+        lab.propose(1, {1: [2, 3]}, stage=[1])
+        assert lab.ranks[1].hear().split()[:2] == ["stepped", "1"]
+        lab.propose(2, {0: [3, 2], 1: [2, 3]}, stage=[0])
+        assert "no transport between domains" in lab.staged(0, 2).error
+        lab.check(0, [3, 2])
+        assert lab.moved("n0") == {"remote": 4}
