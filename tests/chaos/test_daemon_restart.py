@@ -1,11 +1,7 @@
 """The daemon itself dies, is restarted, or leaves: workers and engines do not notice."""
 
-import array
 import os
 import signal
-import socket
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ from elasticep.group import Launch
 from elasticep.proto import types_pb2
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, wait_for
+from elasticep.testing.systemd import Systemd
 
 ATTACHED = types_pb2.SEAT_STATE_ATTACHED
 
@@ -139,64 +136,6 @@ def test_orphans_leave_when_neither_daemon_nor_engine_is_there() -> None:
         wait_for(lambda: not Path(f"/proc/{workers[0]}").exists(), "the other to leave")
         (daemon.folder / "daemon.state").unlink()
         (daemon.folder / "daemon.lock").unlink()
-
-
-class Systemd:
-    """Keeps descriptors like systemd, and starts daemons with them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = str(folder / "notify.sock")
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.sock.bind(self.address)
-        self.lines: list[str] = []
-        self.stored: dict[str, int] = {}
-        self.changed = threading.Condition()
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            text, ancillary, _, _ = self.sock.recvmsg(4096, socket.CMSG_SPACE(64))
-            lines = text.decode().splitlines()
-            if lines == ["quit"]:
-                return
-            values = dict(line.split("=", 1) for line in lines)
-            fds = [fd for *_, data in ancillary for fd in array.array("i", data)]
-            with self.changed:
-                self.lines += lines
-                if "FDSTORE" in values:
-                    (self.stored[values["FDNAME"]],) = fds
-                elif "FDSTOREREMOVE" in values and values["FDNAME"] in self.stored:
-                    os.close(self.stored.pop(values["FDNAME"]))
-
-    def wrap(self, daemon: DaemonProcess) -> None:
-        """Let the daemon's next start get what is stored, as sd_listen_fds says."""
-        names = sorted(self.stored, reverse=True)
-        code = (
-            "import os, sys; names = sys.argv[1].split(':') if sys.argv[1] else [];"
-            "fds = [os.dup(int(x)) for x in sys.argv[2].split(',') if x];"
-            "high = [os.open('/proc/self/fd/%d' % fd, os.O_RDWR) for fd in fds];"
-            "moved = [os.dup2(fd, 100 + i) for i, fd in enumerate(fds)];"
-            "[os.dup2(100 + i, 3 + i) for i in range(len(fds))];"
-            "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(fds)),"
-            " LISTEN_FDNAMES=':'.join(names)) if names else None;"
-            "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])"
-        )
-        for fd in self.stored.values():
-            os.set_inheritable(fd, True)
-        daemon.environment["NOTIFY_SOCKET"] = self.address
-        daemon.environment["WATCHDOG_USEC"] = "400000"
-        daemon.pass_fds = tuple(self.stored.values())
-        numbers = ",".join(str(self.stored[name]) for name in names)
-        daemon.wrapper = (sys.executable, "-c", code, ":".join(names), numbers)
-
-    def close(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(b"quit", self.address)
-        self.thread.join(10)
-        self.sock.close()
-        for fd in self.stored.values():
-            os.close(fd)
 
 
 def test_systemd_keeps_the_memory_when_nobody_else_does() -> None:

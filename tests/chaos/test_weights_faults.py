@@ -3,7 +3,10 @@
 import os
 import signal
 
+import pytest
+
 from elasticep.testing.node import wait_for
+from elasticep.testing.systemd import Systemd
 from elasticep.testing.weights import WeightsLab, wrong_labels
 
 MIB = 1 << 20
@@ -101,3 +104,47 @@ def test_between_domains_experts_are_streamed() -> None:
         assert "no transport between domains" in lab.staged(0, 2).error
         lab.check(0, [3, 2])
         assert lab.moved("n0") == {"remote": 4}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_daemon_that_comes_back_has_its_arenas_if_somebody_kept_them(kept: bool) -> None:
+    with WeightsLab() as lab:
+        systemd = Systemd(lab.folder)
+        lab.create(lab.group)
+        path = str(lab.written.path)
+        flags = ("--checkpoint", path, "--backup-bytes", "1000000", "--metrics-port", "0")
+        daemon = lab.nodes["n0"] = lab.daemon("n0", "g:0-1", *flags, start=False)
+        if kept:
+            systemd.wrap(daemon)
+        daemon.start()
+        for rank in (0, 1):
+            lab.open(rank)
+        lab.run(1, {0: [0, 1], 1: [2, 3]})
+        lab.backed_up()
+        daemon.kill()
+        if kept:
+            systemd.wrap(daemon)
+        lab.controller.forget()
+        daemon.start()
+        lab.controller.wait(lambda _, m: m.HasField("hello"), "a hello")
+        wait_for(lambda: len(daemon.events("seat.reattached")) >= 2, "runners to come back")
+        if not kept:
+            # The engines compute from memory that this daemon has not: nothing new can be put
+            # there, and what needs nothing new goes on.
+            lab.propose(2, {0: [0, 1, 2], 1: [2, 3]}, stage=[0])
+            assert "lost with the daemon before" in lab.staged(0, 2).error
+            lab.run(3, {0: [0, -1], 1: [2, 3]}, previous=1)
+        else:
+            assert lab.backup("n0").valid == 8
+            lab.run(2, {0: [0, 1, 2], 1: [2, 3]})
+            lab.check(0, [0, 1, 2])
+            assert lab.moved("n0") == {"replica": 2}
+            # What the last daemon handed to a runner is in use for this one, too.
+            lab.propose(3, {0: [3, 1, 2], 1: [2, 3]}, stage=[0])
+            wait_for(
+                lambda: any(e["epoch"] == 3 for e in daemon.events("weights.filling")), "a fill"
+            )
+            lab.propose(4, {0: [0, 1, 2], 1: [2, 3, 0]}, previous=2)
+            assert lab.staged(1, 4).error == ""
+            lab.check(0, [0, 1, 2])
+        systemd.close()
