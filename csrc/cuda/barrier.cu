@@ -128,7 +128,9 @@ __device__ void read_cells(const Domain& d, Barrier& b, bool both) {
     }
     read_cell(d, r, b.step, seen);
     bool later = seen->valid && seen->step > b.step;
-    if (!later && both && !(seen->valid && seen->step == b.step)) {
+    // A member decides its own barrier before it follows a later one. What a joiner finds may be a cell to its predecessor.
+    const bool current = b.running.epoch && seen->valid && seen->step == b.step;
+    if (!later && both && !current) {
       // The other parity may hold the next barrier's cell.
       const u64* other = reinterpret_cast<const u64*>(cell_at(d, d.me, r, b.step + 1));
       const u64 version = load_acquire(other);
