@@ -33,6 +33,7 @@ GOALS: Final = {
     "recovery": (60.0, 200.0),
     "recovery, controller killed too": (2500.0, 5000.0),
     "recovery, beyond hang_timeout": (300.0, 1000.0),
+    "recovery, lost experts restored": (300.0, 1000.0),
     "detection": (3.0, 15.0),
 }
 
@@ -252,6 +253,15 @@ def summarise(result: report.Report, found: Sequence[Recovery], title: str, goal
     ]
 
 
+def count_restored(result: report.Report, found: list[Recovery]) -> None:
+    """Keep the recoveries that had to restore experts: what a rank held before and still has in a
+    free slot needs no restoring.
+    """
+    restored = [r for r in found if recovery_planes.RESTORED in r.moments]
+    result.figures["kills"], result.figures["restored"] = len(found), len(restored)
+    found[:] = restored
+
+
 @click.command(name="recovery", help=__doc__)
 @click.option("--kills", default=10, show_default=True)
 @click.option("--kill", "what", type=click.Choice(["worker", "engine", "hang"]), default="worker",
@@ -259,6 +269,10 @@ def summarise(result: report.Report, found: Sequence[Recovery], title: str, goal
 @click.option("--plane", "plane_name", type=click.Choice(["cluster", "local"]), default="cluster",
               show_default=True)  # fmt: skip
 @click.option("--controller-too", is_flag=True, help="Kill the controller at the same moment.")
+@click.option("--case", type=click.Choice(["replicas", "lost-experts"]), default="replicas",
+              show_default=True, help="lost-experts: one copy of each; those of the dead rank come "
+              "from backups in the memory of other nodes.")  # fmt: skip
+@click.option("--unit-bytes", default=1 << 20, show_default=True, help="Of an expert that is lost.")
 @click.option("--lease-ttl-s", default=2, show_default=True, help="Of the leading controller.")
 @click.option("--ranks", "count", default=8, show_default=True)
 @click.option("--layers", default=4, show_default=True, help="Exchanges of a step.")
@@ -273,9 +287,14 @@ def _command(**options: Any) -> None:
         raise BenchError("a local group follows no wait records; use --plane cluster for a hang")
     if what == "worker" and options["launch"] == "inline":
         raise BenchError("with inline launch there is no worker; use --kill engine")
+    lost = options["case"] == "lost-experts"
+    if lost and options["plane_name"] == "local":
+        raise BenchError("a local group keeps no weights; use --plane cluster for lost experts")
     hang_ms = options["hang_timeout_ms"]
     timeouts = Timeouts(hang_timeout_ms=hang_ms, suspect_after_ms=min(500, hang_ms // 2))
-    config = recovery_planes.group_config(work, count, options["launch"], timeouts)
+    config = recovery_planes.group_config(
+        work, count, options["launch"], timeouts, unit_bytes=options["unit_bytes"] if lost else 0
+    )
     result = report.Report("recovery")
     if what == "hang":
         result.figures["hang_timeout_ms"] = hang_ms
@@ -293,11 +312,15 @@ def _command(**options: Any) -> None:
         with running(plane, work, count) as fleet:
             victims = [rng.randrange(count) for _ in range(options["kills"])]
             found = [one_kill(fleet, plane, victim, what, rng) for victim in victims]
+            if lost:
+                count_restored(result, found)
     finally:
         plane.close()
     goal = "recovery"
     if what == "hang":
         goal = "recovery, beyond hang_timeout"
+    elif lost:
+        goal = "recovery, lost experts restored"
     elif options["controller_too"]:
         goal = "recovery, controller killed too"
     title = f"{what} killed, plane {plane.name}, {count} ranks, {options['launch']} launch"

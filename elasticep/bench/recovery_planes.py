@@ -3,26 +3,33 @@
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, Protocol
 
+from elasticep.balance import RebalancePolicy
 from elasticep.bench.ranks import BenchError, environment
 from elasticep.bench.recovery_engine import Work
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch, Timeouts
 from elasticep.native.convert import geometry_struct, timeouts_struct
 from elasticep.spec import ExchangeSpec
+from elasticep.testing.checkpoints import write_checkpoint
 from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
 from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.weights import one_tensor
 
 GROUP: Final = "bench"
 # The supervisor, as systemd would, gives up on what it has to start more often than this.
 _STARTS: Final = 3
 _START_WINDOW_S: Final = 11.0
+_BACKUP_S: Final = 60.0
+RESTORED: Final = "lost experts in place"
 COPIES: Final = 2  # of every expert: no single death uncovers one
 
 
@@ -66,8 +73,14 @@ class Plane(Protocol):
         """End everything."""
 
 
-def group_config(work: Work, ranks: int, launch: str, timeouts: Timeouts) -> GroupConfig:
-    """A group whose slots hold two copies of every expert, also when one rank is away."""
+def group_config(
+    work: Work, ranks: int, launch: str, timeouts: Timeouts, *, unit_bytes: int = 0
+) -> GroupConfig:
+    """A group whose slots hold two copies of every expert, also when one rank is away.
+
+    With `unit_bytes` there is one copy of each, of so many bytes, and the daemons keep them: every
+    death loses some.
+    """
     slots = -(-COPIES * work.experts // (ranks - 1))
     geometry = GroupGeometry(
         layers=work.layers,
@@ -88,6 +101,10 @@ def group_config(work: Work, ranks: int, launch: str, timeouts: Timeouts) -> Gro
         timeouts=timeouts,
         launch=Launch(launch),
         flap_limit=0,  # the same ranks die again and again here
+        spare_copies=0 if unit_bytes else COPIES - 1,
+        # What moves in the background would be another kind of recovery.
+        rebalance=RebalancePolicy(automatic=False),
+        weights=one_tensor(unit_bytes).spec() if unit_bytes else None,
     )
 
 
@@ -170,14 +187,37 @@ class ClusterPlane:
         with_controller: bool = False,
         lease_ttl_s: int = 2,
     ) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._keeps_weights = config.weights is not None
         self._config = config.to_proto().SerializeToString().hex()
         self._kill_controller = with_controller
         self._controller_kills: list[float] = []
         self._nodes = nodes
-        self._cluster = Cluster(group=GROUP, ranks=config.initial_ranks, nodes=nodes)
+        self._cluster = Cluster(
+            group=GROUP,
+            ranks=config.initial_ranks,
+            nodes=nodes,
+            environment=self._weights(config),
+        )
         with environment({"ELASTICEP_CONTROLLER_LEASE_TTL_S": str(lease_ttl_s)}):
             self._cluster.__enter__()
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def _weights(self, config: GroupConfig) -> dict[str, dict[str, str]]:
+        """A checkpoint for the daemons, and room for a backup of all of it."""
+        spec, g = config.weights, config.geometry
+        if spec is None:
+            return {}
+        self._folder = tempfile.TemporaryDirectory(prefix="eep-bench-")
+        family = one_tensor(spec.unit_bytes)
+        written = write_checkpoint(
+            Path(self._folder.name), family, layers=g.layers, experts=g.experts, shards=1
+        )
+        more = {
+            "ELASTICEP_DAEMON_CHECKPOINT": str(written.path),
+            "ELASTICEP_DAEMON_BACKUP_BYTES": str(2 * g.layers * g.experts * spec.unit_bytes),
+        }
+        return {daemon_name(node): more for node in range(self._nodes)}
 
     def attach_order(self, rank: int) -> dict[str, Any]:
         """The daemon that offers the rank."""
@@ -187,7 +227,11 @@ class ClusterPlane:
         """The controller makes it."""
 
     def before_kill(self) -> None:
-        """Kill the controller if that is asked for, just before, so that it cannot act any more."""
+        """Kill the controller if that is asked for, just before, so that it cannot act any more;
+        let backups be whole.
+        """
+        if self._keeps_weights:
+            self._await_backups()
         if not self._kill_controller:
             return
 
@@ -200,6 +244,22 @@ class ClusterPlane:
             self._cluster.events(0.1)
         self._controller_kills.append(time.monotonic())
         kill(self._cluster.pids.pop(CONTROLLER), signal.SIGKILL)
+
+    def _await_backups(self) -> None:
+        def whole() -> bool:
+            def last(name: str, event: str) -> int:
+                found = [line["epoch"] for line in self._lines(name) if line.get("event") == event]
+                return max(found, default=0)
+
+            epoch = last(CONTROLLER, "view.adopted")
+            names = [daemon_name(node) for node in range(self._nodes)]
+            return epoch > 0 and all(last(name, "backup.complete") >= epoch for name in names)
+
+        end = time.monotonic() + _BACKUP_S
+        while not whole():
+            if time.monotonic() > end:
+                raise BenchError(f"backups are not whole within {_BACKUP_S:g} s")
+            self._cluster.events(0.05)
 
     def check(self) -> None:
         """`Unavailable` with the end of the log of what ended."""
@@ -225,18 +285,23 @@ class ClusterPlane:
                     note("daemon knows", at_ns, min)
                 case "view.proposed" if line.get("epoch") == epoch:
                     note("proposed", at_ns, min)
+                case "weights.filled" if line.get("epoch") == epoch:
+                    note(RESTORED, at_ns, max)
                 case "view.staged" if line.get("epoch") == epoch:
                     note("staged by all, as told", at_ns, max)
         return Trace(moments)
 
     def _log_lines(self) -> list[dict[str, Any]]:
+        names = (CONTROLLER, *(daemon_name(node) for node in range(self._nodes)))
+        return [line for name in names for line in self._lines(name)]
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
         found = []
-        for name in (CONTROLLER, *(daemon_name(node) for node in range(self._nodes))):
-            for text in self._cluster.log(name).splitlines():
-                with suppress(ValueError):
-                    line = json.loads(text)
-                    if isinstance(line, dict):
-                        found.append(line)
+        for text in self._cluster.log(name).splitlines():
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    found.append(line)
         return found
 
     def _when(self, line: dict[str, Any]) -> int:
@@ -255,6 +320,8 @@ class ClusterPlane:
     def close(self) -> None:
         """End it all."""
         self._cluster.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def alive(pid: int) -> bool:

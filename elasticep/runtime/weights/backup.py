@@ -178,8 +178,8 @@ class Backup:
                     failed += 1
                     continue
                 target = Target(free[0], ref[0], free[1], ref[1])
-                why = await self._weights.filler.put(target, place, urgent=False)
-                failed += bool(why)
+                outcome = await self._weights.filler.put(target, place, urgent=False)
+                failed += outcome.kind is None
             self._count()
         return failed
 

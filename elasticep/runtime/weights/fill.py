@@ -4,6 +4,7 @@ What is copied is verified by the mover; here it is decided from where, and what
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,14 @@ class Unrestorable(ElasticEPError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of putting an expert somewhere: where it came from, or why no source had it."""
+
+    kind: Kind | None
+    why: str = ""
+
+
 @dataclass(slots=True)
 class _Attempt:
     """One view's weights on one seat."""
@@ -52,6 +61,7 @@ class _Attempt:
     view: ViewTable
     places: dict[Ref, Place] = field(default_factory=dict)
     failed: dict[Ref, str] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
 
 
 class Filler:
@@ -101,7 +111,7 @@ class Filler:
                 await self._some(seat, attempt, left)
         finally:
             self.busy -= 1
-            self._end(seat, view)
+            self._end(seat, attempt)
         if attempt.failed:
             refs = list(attempt.failed)
             raise Unrestorable(refs, attempt.failed[refs[0]])
@@ -138,11 +148,18 @@ class Filler:
                 bytes=seat.total,
             )
 
-    def _end(self, seat: SeatWeights, view: ViewTable) -> None:
+    def _end(self, seat: SeatWeights, attempt: _Attempt) -> None:
+        view = attempt.view
         seat.wanted.discard(view.epoch)
         if seat.epoch == view.epoch:
             if seat.memory is not None and not seat.missing(view.of(seat.rank)):
-                self._log.info("weights.filled", rank=seat.rank, epoch=view.epoch, bytes=seat.total)
+                self._log.info(
+                    "weights.filled",
+                    rank=seat.rank,
+                    epoch=view.epoch,
+                    bytes=seat.total,
+                    sources=dict(attempt.sources),
+                )
             seat.epoch = seat.done = seat.total = 0
         seat.changed.notify()
 
@@ -183,19 +200,21 @@ class Filler:
     ) -> None:
         place = attempt.places.get(target.ref, Place())
         urgent = attempt.view.previous_epoch == 0 or not place.replicas
-        why = await self.put(target, place, urgent=urgent, moved=moved)
-        if why:
+        outcome = await self.put(target, place, urgent=urgent, moved=moved)
+        if outcome.kind is None:
             # What was asked before may have died since: ask once more before it is given up.
             place = (await self._weights.finder.find([target.ref]))[target.ref]
-            why = await self.put(target, place, urgent=True, moved=moved)
-        if why:
-            attempt.failed[target.ref] = why
+            outcome = await self.put(target, place, urgent=True, moved=moved)
+        if outcome.kind is not None:
+            attempt.sources[outcome.kind.value] += 1
+        else:
+            attempt.failed[target.ref] = outcome.why
             self._log.error(
                 "weights.unrestorable",
                 rank=rank,
                 layer=target.layer,
                 expert=target.expert,
-                why=why,
+                why=outcome.why,
             )
 
     # ---- one expert
@@ -207,7 +226,7 @@ class Filler:
         *,
         urgent: bool,
         moved: Callable[[int], None] = lambda _: None,
-    ) -> str:
+    ) -> Outcome:
         """Put an expert into a slot from the first source that gives it whole.
 
         Args:
@@ -215,9 +234,6 @@ class Filler:
             place: where it can be had.
             urgent: beyond the rate limit.
             moved: called with bytes as they arrive.
-
-        Returns:
-            "", or why none did.
         """
         ledger = self._weights.ledger
         verdict = self._weights.finder.verdict(target.ref, place, ledger)
@@ -237,9 +253,9 @@ class Filler:
             checksum = ledger.get(*target.ref) or verdict.checksum
             error = await self._try(target, source, checksum, urgent=urgent, moved=moved)
             if not error:
-                return ""
+                return Outcome(source.kind)
             why = f"{source}: {error}"
-        return why
+        return Outcome(None, why)
 
     async def _try(
         self,
