@@ -89,6 +89,7 @@ def _attach_cuda(
         rank=settings.rank,
         incarnation=inc,
         release=lambda: _release(settings, inc),
+        open_arena=lambda: _open_arena(answer.fd_socket, agreed, settings.rank),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elasticep.client import compiled
 from elasticep.client.cuda_received import CudaReceivedTensors
 from elasticep.client.exchange import CODES, Exchange, Flight
 from elasticep.client.received import Received
@@ -51,6 +52,10 @@ class CudaExchange(Exchange):
         channel: int = 0,
     ) -> Received:
         """`Exchange.dispatch`, on the current stream."""
+        if torch.compiler.is_compiling():
+            return compiled.traced_dispatch(
+                self, layer, x, topk_ids, topk_weights, x_scales, channel
+            )
         self._send(layer, x, topk_ids, topk_weights, x_scales, global_scale, channel, "both")
         return self._deliver(channel)
 
@@ -80,6 +85,8 @@ class CudaExchange(Exchange):
 
     def combine(self, layer: int, recv: Received, out: torch.Tensor | None = None) -> torch.Tensor:
         """`Exchange.combine`, on the current stream."""
+        if torch.compiler.is_compiling():
+            return compiled.traced_combine(self, layer, recv, out)
         flight = self._combinable(layer, recv)
         return self._sum(flight, recv.channel, out, "both")
 
@@ -97,6 +104,34 @@ class CudaExchange(Exchange):
         """`Exchange.combine_recv`, on the current stream."""
         flight = self._flight(channel, "combining", "combine_recv", "combine_send")
         return self._sum(flight, channel, out, "receive")
+
+    # ---- under torch.compile
+
+    def _fixed(self, channel: int) -> Received:
+        if self.spec.cpu_sync:
+            return super()._fixed(channel)
+        return self._made[channel].fixed
+
+    def _dispatch_compiled(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        x_scales: torch.Tensor | None,
+        channel: int,
+    ) -> Received:
+        """Only what puts the kernels there: the kernels look at the order of calls, too."""
+        tensors = self._check_input((x, x_scales, 1.0), topk_ids, topk_weights)
+        lost = self._lost[channel, layer, : tensors.tokens]
+        self._cuda.dispatch(self._number, channel, layer, tensors, lost.data_ptr() or None)
+        if self._session._step is not None:
+            self._session._step._note_lost(lost)
+        return self._made[channel].fixed
+
+    def _combine_compiled(self, layer: int, out: torch.Tensor, channel: int) -> None:
+        code = CODES[out.dtype].value
+        self._cuda.combine(self._number, channel, out.data_ptr() or None, code)
 
     # ---- parts
 

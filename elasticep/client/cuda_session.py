@@ -28,6 +28,8 @@ from elasticep.native.cuda_session import Wait
 if TYPE_CHECKING:
     from torch.cuda import CUDAGraph
 
+    from elasticep.client.arena import OpenArena
+
 DOOMED_PAUSE_MS: Final = 2
 """Before the next barrier while a member of the view is dead; a newly staged view ends it."""
 
@@ -113,6 +115,7 @@ class CudaSession(Session):
         rank: int,
         incarnation: int,
         release: Callable[[], None] = lambda: None,
+        open_arena: "OpenArena | None" = None,
     ) -> None:
         super().__init__(
             cast(SessionHandle, handle),
@@ -120,6 +123,7 @@ class CudaSession(Session):
             rank=rank,
             incarnation=incarnation,
             release=release,
+            open_arena=open_arena,
         )
         self._cuda = handle
         self.device = handle.device

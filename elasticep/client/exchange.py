@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 import torch
 
+from elasticep.client import compiled
 from elasticep.client.handle import DispatchInput
 from elasticep.client.received import WIRE, Received, ReceivedTensors
 from elasticep.errors import (
@@ -72,6 +73,8 @@ class Exchange:
         self._flights: list[Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]
         self._tensors = ReceivedTensors(name, spec, session.config.geometry)
+        self._last: list[Received | None] = [None] * spec.channels
+        self._key = compiled.register(self)
 
     # ---- dispatch
 
@@ -108,6 +111,10 @@ class Exchange:
             ExpertsLost: a token needs an expert that no member holds, and the policy is `refuse`.
             StepTorn: the step is torn.
         """
+        if torch.compiler.is_compiling():
+            return compiled.traced_dispatch(
+                self, layer, x, topk_ids, topk_weights, x_scales, channel
+            )
         tensors = self._start(layer, (x, x_scales, global_scale), topk_ids, topk_weights, channel)
         flight = self._flights[channel]
         assert flight is not None
@@ -167,6 +174,8 @@ class Exchange:
             TensorError: `out` does not fit.
             StepTorn: the step is torn.
         """
+        if torch.compiler.is_compiling():
+            return compiled.traced_combine(self, layer, recv, out)
         flight = self._combinable(layer, recv)
         out = self._result(flight, out)
         self._drop(recv.channel)
@@ -193,6 +202,35 @@ class Exchange:
             self._number, channel, out.data_ptr() or None, CODES[out.dtype].value
         )
         return out
+
+    # ---- under torch.compile
+
+    def _fixed(self, channel: int) -> Received:
+        """Tensors that stay from one dispatch of a channel to the next."""
+        last = self._last[channel]
+        if last is None or self.spec.cpu_sync:
+            raise UsageError(
+                f"exchange {self.name!r} cannot be compiled: it has cpu_sync, whose sizes change"
+                if self.spec.cpu_sync
+                else f"run a step on channel {channel} of exchange {self.name!r} before compiling"
+            )
+        return last
+
+    def _dispatch_compiled(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        x_scales: torch.Tensor | None,
+        channel: int,
+    ) -> Received:
+        return self.dispatch(layer, x, topk_ids, topk_weights, x_scales=x_scales, channel=channel)
+
+    def _combine_compiled(self, layer: int, out: torch.Tensor, channel: int) -> None:
+        received = self._flight(channel, "received", "combine", "dispatch").received
+        assert received is not None
+        self.combine(layer, received, out)
 
     # ---- order of calls
 
@@ -346,5 +384,6 @@ class Exchange:
         else:
             token_ok = torch.ones(flight.tokens, dtype=torch.bool)
         flight.received = self._tensors.received(struct, flight.layer, channel, token_ok)
+        self._last[channel] = flight.received
         flight.phase = "received"
         return flight.received
