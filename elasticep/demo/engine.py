@@ -1,7 +1,7 @@
 """One engine process: decodes its own requests, in lockstep with the other ranks.
 
 It is forked from a parent that has loaded torch, transformers and the model, so it starts at once
-and shares the weights: any expert can be computed in any slot.
+and shares what is not of experts; those it computes from its daemon's memory.
 """
 
 import os

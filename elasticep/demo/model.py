@@ -6,6 +6,7 @@ first try wrote, and a request that moves to another rank is replayed token by t
 """
 
 import inspect
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ def prepare() -> None:
     """One thread for products, and no notes from transformers on the terminal."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()  # which would start a thread, too
 
 
 def build_model(sizes: ModelSizes, seed: int) -> Any:
@@ -53,6 +55,11 @@ def build_model(sizes: ModelSizes, seed: int) -> Any:
         layer.self_attn.q_norm.weight.data.fill_(_QUERY_SCALE)
     make_rowwise(model)
     return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a checkpoint as Hugging Face has them, for the daemons to take experts from."""
+    model.save_pretrained(folder)
 
 
 class RowCache:

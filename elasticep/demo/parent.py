@@ -44,7 +44,10 @@ class Demo:
         self._settings = settings
         self._display = display
         self._cluster = Cluster(
-            group=settings.group_config().name, ranks=settings.max_ranks, nodes=settings.nodes
+            group=settings.group_config().name,
+            ranks=settings.max_ranks,
+            nodes=settings.nodes,
+            checkpoint="model",
         )
         self._engines: dict[int, EngineProcess] = {}
         self._model: Any = None
@@ -104,9 +107,10 @@ class Demo:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._cluster.folder / "inductor"))
         # Loaded once, here: engines are forked from this process and start at once.
         preload()
-        from elasticep.demo.model import build_model
+        from elasticep.demo.model import build_model, save_model
 
         self._model = build_model(s.sizes, s.seed)
+        save_model(self._model, self._cluster.checkpoint)
         self._display.event(
             f"built Qwen3MoeForCausalLM: {s.sizes.layers} layers, {s.sizes.experts} experts, "
             f"top-{s.sizes.topk}, fp32, seed {s.seed}"

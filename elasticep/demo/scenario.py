@@ -77,6 +77,8 @@ def _kill(stage: Stage) -> Script:
 def _rejoin(stage: Stage) -> Script:
     """The dead rank's seat is taken anew, under its next incarnation, while the others decode."""
     yield from _kill(stage)
+    while not stage.gone(stage.victim):  # survivors may be heard of before its own end is
+        yield
     yield from _open(stage, [stage.victim])
 
 

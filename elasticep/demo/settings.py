@@ -4,12 +4,14 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+from elasticep.balance import RebalancePolicy
 from elasticep.demo.prompts import prompts
 from elasticep.demo.scenario import Scenario
 from elasticep.errors import ConfigError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Timeouts
 from elasticep.spec import ExchangeSpec
+from elasticep.weights import TensorSpec, WeightDtype, WeightSpec
 
 EXCHANGE: Final = "decode"
 GROUP: Final = "demo"
@@ -44,6 +46,17 @@ class ModelSizes:
     topk: int = 4
     heads: int = 4
     kv_heads: int = 2
+
+    @property
+    def weights(self) -> WeightSpec:
+        """What an expert of the model consists of, gate and up projection as one."""
+        inner = self.hidden // 2
+        return WeightSpec(
+            (
+                TensorSpec("w13", WeightDtype.FP32, (2 * inner, self.hidden)),
+                TensorSpec("w2", WeightDtype.FP32, (self.hidden, inner)),
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,4 +204,7 @@ class DemoSettings:
             # A killed daemon is back before this also where two cores are busy with everything.
             timeouts=Timeouts(node_timeout_ms=10_000),
             spare_copies=copies - 1,
+            weights=sizes.weights,
+            # Nothing moves but what the scenario asks for.
+            rebalance=RebalancePolicy(automatic=False),
         )

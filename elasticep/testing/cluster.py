@@ -45,6 +45,7 @@ class Cluster:
         etcd_members: 1, 3 or 5.
         environment: unit -> variables that differ from what it would get.
         wrap: unit -> a command that runs the unit's own, its first word an absolute path.
+        checkpoint: where the daemons load expert weights from; a relative path lies below `folder`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Cluster:
         etcd_members: int = 1,
         environment: Mapping[str, Mapping[str, str]] | None = None,
         wrap: Mapping[str, Sequence[str]] | None = None,
+        checkpoint: str | Path | None = None,
     ) -> None:
         if not 1 <= nodes <= ranks:
             raise ConfigError(
@@ -71,6 +73,7 @@ class Cluster:
         self._environment = {name: dict(more) for name, more in (environment or {}).items()}
         self._wrap = {name: list(words) for name, words in (wrap or {}).items()}
         self._fault_injection = fault_injection
+        self._checkpoint = checkpoint
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.folder = Path()
@@ -83,6 +86,10 @@ class Cluster:
     def start(self) -> None:
         """Start everything, without waiting for it."""
         self.folder = Path(tempfile.mkdtemp(prefix="eep-"))
+        if self._checkpoint is not None:
+            for node in range(self.nodes):
+                more = self._environment.setdefault(daemon_name(node), {})
+                more.setdefault("ELASTICEP_DAEMON_CHECKPOINT", str(self.checkpoint))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -104,6 +111,11 @@ class Cluster:
             "wrap": self._wrap,
         }
         ours.send(json.dumps(settings).encode())
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the daemons look for the checkpoint, once `start` has made the folder."""
+        return self.folder / (self._checkpoint or "")
 
     def fileno(self) -> int:
         """Readable when there are events, for a selector."""

@@ -328,6 +328,19 @@ def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: li
     assert stage.log == log
 
 
+def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None:
+    stage = StageDouble()
+    stage.gone = lambda rank: False  # type: ignore[method-assign]
+    running = script(Scenario.REJOIN, stage)
+    stage.now = True
+    for _ in range(3):
+        next(running)
+    assert stage.log == ["kill"], "survivors recovered first"
+    stage.gone = lambda rank: True  # type: ignore[method-assign]
+    assert list(running) == []
+    assert stage.log == ["kill", "open 2"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
