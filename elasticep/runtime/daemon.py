@@ -72,20 +72,20 @@ class Daemon:
         self._tasks: list[asyncio.Task[None]] = []
         self._stop: asyncio.Event | None = None
         self._leave = False
+        metrics = Metrics()
         self._node = Node(
             config=config,
             limits=self._limits,
             log=log,
-            metrics=Metrics(),
+            metrics=metrics,
             watcher=Watcher(),
             tickets=TicketOffice(self._limits.ticket_s, time.monotonic),
             fd_store=FdStore(self._notifier, {}),
             send=lambda message: self._session.send(message),
             save=self._save_soon,
             announce=self._announce,
-            mover=MoverDriver(config, self._limits, log),
+            mover=MoverDriver(config, self._limits, log, metrics.weights),
         )
-        self._node.mover.metrics.register(self._node.metrics.registry)
         self._registry = Registry(self._node)
         self._groups_changed = Signal()
         self._poller = Poller(self._node, self._registry)

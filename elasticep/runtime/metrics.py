@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from elasticep.errors import ConfigError
+from elasticep.runtime.weights.metrics import WeightsMetrics
 
 _MS: Final = 1e-3
 # From a tenth of a millisecond, what a robust futex takes, up to what only a timeout finds.
@@ -104,6 +105,8 @@ class Metrics:
             "1 while a controller answers",
             registry=registry,
         )
+        self.weights = WeightsMetrics()
+        self.weights.register(registry)
         for state in STATES:
             self.seats.labels(state).set(0)
 

@@ -30,6 +30,7 @@ from elasticep.runtime.weights.fill import Unrestorable
 from elasticep.runtime.weights.ledger import Ledger
 from elasticep.runtime.weights.memory import ArenaMemory, Target
 from elasticep.runtime.weights.messages import Failure, Kind, Source
+from elasticep.runtime.weights.metrics import WeightsMetrics
 from elasticep.runtime.weights.pace import Pace
 from elasticep.runtime.weights.seat import SeatWeights
 from elasticep.runtime.weights.views import ViewBook, ViewTable
@@ -255,7 +256,7 @@ LAYOUT = ArenaLayout(2, 3, WeightSpec((TensorSpec.of("w2", "int8", (4096, 64)),)
 @contextlib.contextmanager
 def driver(folder: Path, rate: int = 0) -> Iterator[MoverDriver]:
     config = DaemonConfig(node="n0", socket_dir=str(folder), weights_rate=rate)
-    made = MoverDriver(config, Limits(mover_stall_s=1.0), structlog.get_logger())
+    made = MoverDriver(config, Limits(mover_stall_s=1.0), structlog.get_logger(), WeightsMetrics())
     try:
         yield made
     finally:

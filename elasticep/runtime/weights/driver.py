@@ -86,8 +86,6 @@ class MoverDriver:
         config: the daemon's section: rate, TLS, and the directory that names the process.
         limits: `mover_stall_s`.
         log: events.
-
-    Attributes:
         metrics: of all that concerns weights on this node.
     """
 
@@ -96,11 +94,12 @@ class MoverDriver:
         config: DaemonConfig,
         limits: Limits,
         log: FilteringBoundLogger,
+        metrics: WeightsMetrics,
     ) -> None:
         self._config = config
         self._stall_s = limits.mover_stall_s
         self._log = log
-        self.metrics = WeightsMetrics()
+        self.metrics = metrics
         self._process: Process | None = None
         self._sock: socket.socket | None = None
         self._arenas: dict[int, _Lent] = {}
