@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from elasticep.client.handle import DispatchInput
-from elasticep.errors import ConfigError, Fenced, TensorError
+from elasticep.errors import ConfigError, Fenced, TensorError, UsageError
 from elasticep.native import abi
 from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
@@ -56,7 +56,16 @@ class CudaHandle:
 
     @property
     def stream(self) -> int:
-        """The current stream of this rank's device."""
+        """The current stream of this rank's device.
+
+        Raises:
+            UsageError: another device is current.
+        """
+        if torch.cuda.current_device() != self.device.index:
+            raise UsageError(
+                f"this rank's memory is on {self.device} and the current device is "
+                f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(session.device)"
+            )
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     # ---- steps
