@@ -105,6 +105,8 @@ def typed_error(call: grpc.aio.AioRpcError, what: str) -> ElasticEPError:
     details = call.details() or call.code().name
     if info is not None and info.reason in _KINDS:
         return _KINDS[info.reason](details)
+    if info is not None and info.reason.startswith(_PLACEMENT):
+        return errors.PlacementError(details)  # its own kind belongs to the planner
     return errors.Unavailable(f"{what}: {call.code().name}: {details}")
 
 
@@ -118,6 +120,7 @@ def _kinds(kind: type[ElasticEPError]) -> dict[str, type[ElasticEPError]]:
 
 
 _KINDS: Final = _kinds(ElasticEPError)
+_PLACEMENT: Final = ("PLACEMENT_", errors.ExpertsLost.reason)
 
 
 def open_channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:

@@ -90,6 +90,18 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         """No effect: `order` tells nodes of policies."""
         return controller_pb2.SetPolicyResponse(policies=request.policies)
 
+    def Rebalance(  # noqa: N802
+        self, request: controller_pb2.RebalanceRequest, context: Any
+    ) -> controller_pb2.RebalanceResponse:
+        """No effect: tests propose views themselves."""
+        return controller_pb2.RebalanceResponse()
+
+    def WatchRebalance(  # noqa: N802
+        self, request: controller_pb2.WatchRebalanceRequest, context: Any
+    ) -> Iterator[controller_pb2.RebalanceStatus]:
+        """Nothing goes on."""
+        return iter(())
+
     def Session(  # noqa: N802
         self, request_iterator: Iterator[controller_pb2.NodeMessage], context: Any
     ) -> Iterator[controller_pb2.ControllerMessage]:
