@@ -312,12 +312,19 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
 __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ Domain d, u32* complete_flag) {
   wait_for_previous_kernel();
   State* s = d.state;
+  __shared__ u32 left;  // the first rank that has left this step
+  if (threadIdx.x == 0) left = kNobody;
+  __syncthreads();
   bool whole = load_relaxed(&s->torn) == 0;
+  const bool torn = !whole;
   fence_system();
   if (threadIdx.x < EP_MAX_CHANNELS) whole = whole && s->opened[threadIdx.x] == s->sequence[threadIdx.x];
   if (threadIdx.x < d.ranks && threadIdx.x != d.me) {
     const u8* leave = d.region(d.me) + d.leave + threadIdx.x * sizeof(ep::Flag);
-    whole = whole && ep::leave_step(load_relaxed(reinterpret_cast<const u64*>(leave))) < s->step;
+    if (ep::leave_step(load_relaxed(reinterpret_cast<const u64*>(leave))) >= s->step) {
+      whole = false;
+      atomicMin(&left, threadIdx.x);
+    }
   }
   const bool complete = __syncthreads_and(whole);
   if (complete && d.count_loads) {
@@ -326,6 +333,8 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
       if (d.pending[i]) loads[i] += d.pending[i];
   }
   if (threadIdx.x) return;
+  // No wait of ours met it, so nobody has written down why yet.
+  if (!torn && left != kNobody) d.record->fault = {s->step, s->epoch, EPC_WHY_PEER_LEFT, kPhaseNone, 0, left};
   *complete_flag = complete;
   d.record->info.complete = complete;
   d.record->info.ended = 1;
