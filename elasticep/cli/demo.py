@@ -8,7 +8,7 @@ import click
 
 from elasticep.demo.display import choose_display
 from elasticep.demo.scenario import Scenario
-from elasticep.demo.settings import DemoSettings, Kill
+from elasticep.demo.settings import DemoSettings, Kill, Restore
 
 
 def _stop(number: int, _: object) -> None:
@@ -24,12 +24,17 @@ def _stop(number: int, _: object) -> None:
     default=Scenario.KILL.value,
     show_default=True,
     help="kill; rejoin: the killed rank comes back; scale: two ranks more, then three fewer; "
-    "drain: a rank is taken out of service.",
+    "drain: a rank is taken out of service; lost-expert: nobody else has what the killed rank had.",
 )
 @click.option(
     "--kill",
     type=click.Choice([kill.value for kill in Kill]),
     help="What is killed with SIGKILL.  [default: worker; none in scale and drain]",
+)
+@click.option(
+    "--restore",
+    type=click.Choice([restore.value for restore in Restore]),
+    help="Where lost experts come from.  [default: a run with each]",
 )
 @click.option("--at", type=int, help="Step at which it happens; default: amid the answers.")
 @click.option("--tokens", default=40, show_default=True, help="Tokens to answer to each request.")
@@ -41,6 +46,7 @@ def command(
     nodes: int | None,
     scenario: str,
     kill: str | None,
+    restore: str | None,
     at: int | None,
     tokens: int,
     seed: int,
@@ -53,19 +59,31 @@ def command(
     dead rank's requests over; compares every token with a single-process run of the same model.
     The exit status is 0 if no request was lost and every token is identical.
     """
-    settings = DemoSettings(
-        ranks=ranks,
-        nodes=min(2, ranks) if nodes is None else nodes,
-        scenario=Scenario(scenario),
-        kill=Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE)),
-        at=at,
-        tokens=tokens,
-        seed=seed,
-        timeout_s=timeout,
-    )
+    wanted: list[Restore | None] = [None if restore is None else Restore(restore)]
+    if restore is None and Scenario(scenario) is Scenario.LOST_EXPERT:
+        wanted = list(Restore)
+    runs = [
+        DemoSettings(
+            ranks=ranks,
+            nodes=min(2, ranks) if nodes is None else nodes,
+            scenario=Scenario(scenario),
+            kill=Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE)),
+            restore=one,
+            at=at,
+            tokens=tokens,
+            seed=seed,
+            timeout_s=timeout,
+        )
+        for one in wanted
+    ]
     # As Ctrl-C does, so that a polite stop cleans up, too.
     signal.signal(signal.SIGTERM, _stop)
-    table = output == "table"
+    good = [_run(settings, table=output == "table") for settings in runs]
+    sys.exit(0 if all(good) else 1)
+
+
+def _run(settings: DemoSettings, *, table: bool) -> bool:
+    """One run; whether nothing was lost and nothing was wrong."""
     display = choose_display(sys.stdout if table else sys.stderr, table=table)
     from elasticep.demo.parent import Demo
 
@@ -76,4 +94,4 @@ def command(
     display.result(report)
     if not table:
         click.echo(json.dumps(report.to_dict()))
-    sys.exit(0 if report.good else 1)
+    return report.good

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from elasticep.demo import balance, weights
 from elasticep.demo.display import Display, Progress, RankLine
 from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.report import Report
-from elasticep.demo.scenario import script
-from elasticep.demo.settings import REQUESTS_PER_RANK, DemoSettings, Kill
+from elasticep.demo.scenario import Scenario, script
+from elasticep.demo.settings import GROUP, REQUESTS_PER_RANK, DemoSettings, Kill, Restore
 from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
@@ -48,6 +49,11 @@ class Demo:
             ranks=settings.max_ranks,
             nodes=settings.nodes,
             checkpoint="model",
+            environment=(
+                balance.environment(settings)
+                if settings.scenario is Scenario.REBALANCE
+                else weights.environment(settings)
+            ),
         )
         self._engines: dict[int, EngineProcess] = {}
         self._model: Any = None
@@ -64,6 +70,7 @@ class Demo:
         self._watch: KillWatch | None = None
         self._inside_step: int | None = None
         self._draining: subprocess.Popen[bytes] | None = None
+        self._balance = balance.Balance()
         self.victim, self.ranks = settings.victim, settings.ranks
         idle = settings.scenario.kills and settings.kill is Kill.NONE
         self._script = None if idle else script(settings.scenario, self)
@@ -107,9 +114,11 @@ class Demo:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._cluster.folder / "inductor"))
         # Loaded once, here: engines are forked from this process and start at once.
         preload()
-        from elasticep.demo.model import build_model, save_model
+        from elasticep.demo.model import build_model, save_model, skew_router
 
         self._model = build_model(s.sizes, s.seed)
+        if s.scenario is Scenario.REBALANCE:
+            skew_router(self._model, s.sizes)
         save_model(self._model, self._cluster.checkpoint)
         self._display.event(
             f"built Qwen3MoeForCausalLM: {s.sizes.layers} layers, {s.sizes.experts} experts, "
@@ -220,6 +229,7 @@ class Demo:
         for request, index, token in message["answers"]:
             self._journal.record(rank, request, index, token)
         line.tokens += len(message["answers"])
+        self._balance.step(rank, message["at_ns"])
         self._progress.add_tokens(len(message["answers"]))
         self._epochs.add(message["epoch"])
         self._replay_errors[rank] = message["replay_errors"]
@@ -246,6 +256,10 @@ class Demo:
         """Whether decoding is where the scenario begins."""
         return self._inside_step is not None
 
+    def backed_up(self) -> bool:
+        """Whether experts can be restored from where they are to be."""
+        return self._settings.restore is not Restore.BACKUP or weights.backed_up(self._cluster)
+
     def recovered(self) -> bool:
         """Whether every survivor completed a step after the kill, and what was killed is back."""
         watch = self._watch
@@ -270,16 +284,29 @@ class Demo:
     def drain(self, ranks: Sequence[int]) -> None:
         """Ask the controller to take ranks out of service, as an operator would."""
         named = ",".join(str(rank) for rank in ranks)
-        controller = f"unix://{self._cluster.folder}/controller.sock"
-        group = self._settings.group_config().name
         self._draining = subprocess.Popen(
-            [sys.executable, "-m", "elasticep.cli.main", "drain", group, named,
-             "--controllers", controller, "--reason", "the demo"],
+            [sys.executable, "-m", "elasticep.cli.main", "drain", GROUP, named,
+             "--controllers", self._controller, "--reason", "the demo"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self._display.event(f"elasticep drain {group} {named}")
+        self._display.event(f"elasticep drain {GROUP} {named}")
+
+    @property
+    def _controller(self) -> str:
+        return f"unix://{self._cluster.folder}/controller.sock"
+
+    def rebalance(self) -> None:
+        """Ask the controller to move experts by their load, as an operator would."""
+        self._display.event(self._balance.ask(self._controller, GROUP))
+
+    def rebalanced(self) -> bool:
+        """Whether that is done, and the load since was looked at."""
+        done = self._balance.look(GROUP)
+        if done:
+            self._display.event(self._balance.told)
+        return done
 
     def gone(self, rank: int) -> bool:
         """Whether the rank's engine has left."""
@@ -389,8 +416,13 @@ class Demo:
         )
 
     def _details(self, margin: float, differing: list[int], replay_errors: int) -> dict[str, Any]:
+        s = self._settings
+        restored = {} if s.restore is None else {"restored": weights.restored(self._cluster)}
+        if s.scenario is Scenario.REBALANCE:
+            restored = {"rebalance": self._balance.details()}
         return {
-            "scenario": self._settings.scenario.value,
+            **restored,
+            "scenario": s.scenario.value,
             "victim": self._victim_name(),
             "min_margin": margin,
             "requests": len(self._journal.entries),
@@ -407,6 +439,7 @@ class Demo:
         if self._draining is not None:
             self._draining.kill()
             self._draining.wait()
+        self._balance.end()
         self._cluster.stop()
         self._selector.close()
 

@@ -51,6 +51,8 @@ class Report:
             ("killed", self.details.get("victim", self.killed)),
             ("detection", _ms(self.detect_ms, "nothing to detect")),
             ("recovery", _ms(self.recover_ms, "-")),
+            *self._restored(),
+            *self._rebalanced(),
             ("steps repeated", str(self.steps_repeated)),
             ("requests lost", str(self.requests_lost)),
             ("tokens", str(self.tokens_total)),
@@ -58,6 +60,32 @@ class Report:
             ("smallest top-1 margin", f"{self.details.get('min_margin', float('nan')):.5f}"),
             ("epochs", ", ".join(str(epoch) for epoch in self.epochs)),
         ]
+
+    def _rebalanced(self) -> list[tuple[str, str]]:
+        figures = self.details.get("rebalance")
+        if figures is None:
+            return []
+        longest, median = figures["step_ms_longest"], figures["step_ms_median"]
+        return [
+            (
+                "imbalance",
+                f"{figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f} "
+                f"(planned {figures['imbalance_planned']:.3f})",
+            ),
+            ("experts copied", f"{figures['moves']} in {figures['views']} views"),
+            (
+                "steps meanwhile",
+                f"median {median:.1f} ms, longest {longest:.1f} ms "
+                f"({longest / max(median, 1e-9):.1f} times)",
+            ),
+        ]
+
+    def _restored(self) -> list[tuple[str, str]]:
+        restored = self.details.get("restored")
+        if restored is None:
+            return []
+        told = ", ".join(f"{count} from {source}" for source, count in restored.items())
+        return [("experts restored", told or "none")]
 
 
 def _ms(value: float | None, otherwise: str) -> str:

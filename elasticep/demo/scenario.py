@@ -18,11 +18,18 @@ class Scenario(enum.StrEnum):
     REJOIN = "rejoin"
     SCALE = "scale"
     DRAIN = "drain"
+    LOST_EXPERT = "lost-expert"
+    REBALANCE = "rebalance"
+
+    @property
+    def needs_death(self) -> bool:
+        """Whether it is about a rank that dies."""
+        return self in (Scenario.REJOIN, Scenario.LOST_EXPERT)
 
     @property
     def kills(self) -> bool:
         """Whether something is killed in it."""
-        return self in (Scenario.KILL, Scenario.REJOIN)
+        return self in (Scenario.KILL, Scenario.REJOIN, Scenario.LOST_EXPERT)
 
 
 class Stage(Protocol):
@@ -36,6 +43,9 @@ class Stage(Protocol):
 
     def kill(self) -> None:
         """Kill what was asked for."""
+
+    def backed_up(self) -> bool:
+        """Whether experts can be restored from where they are to be."""
 
     def recovered(self) -> bool:
         """Whether every survivor completed a step after the kill, and what was killed is back."""
@@ -52,6 +62,12 @@ class Stage(Protocol):
     def gone(self, rank: int) -> bool:
         """Whether the rank's engine has left."""
 
+    def rebalance(self) -> None:
+        """Ask the controller to move experts by their load."""
+
+    def rebalanced(self) -> bool:
+        """Whether that is done, and the load since was looked at."""
+
 
 def script(scenario: Scenario, stage: Stage) -> Script:
     """The script of a scenario."""
@@ -64,6 +80,10 @@ def script(scenario: Scenario, stage: Stage) -> Script:
             return _scale(stage)
         case Scenario.DRAIN:
             return _drain(stage, [stage.victim])
+        case Scenario.LOST_EXPERT:
+            return _lost(stage)
+        case Scenario.REBALANCE:
+            return _rebalance(stage)
 
 
 def _kill(stage: Stage) -> Script:
@@ -72,6 +92,13 @@ def _kill(stage: Stage) -> Script:
     stage.kill()
     while not stage.recovered():
         yield
+
+
+def _lost(stage: Stage) -> Script:
+    """Nobody else has the dead rank's experts: the survivors go on when they are restored."""
+    while not (stage.reached() and stage.backed_up()):
+        yield
+    yield from _kill(stage)
 
 
 def _rejoin(stage: Stage) -> Script:
@@ -95,6 +122,14 @@ def _open(stage: Stage, ranks: Sequence[int]) -> Script:
     for rank in ranks:
         stage.open(rank)
     while not all(stage.serves(rank) for rank in ranks):
+        yield
+
+
+def _rebalance(stage: Stage) -> Script:
+    while not stage.reached():
+        yield
+    stage.rebalance()
+    while not stage.rebalanced():
         yield
 
 

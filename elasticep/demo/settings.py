@@ -19,6 +19,7 @@ ROWS: Final = 4
 """Batch rows of an engine."""
 REQUESTS_PER_RANK: Final = 3  # one row stays free for a request that is taken over
 MAX_RANKS: Final = 32
+_MOVING_TOKENS: Final = 100
 
 
 class Kill(enum.StrEnum):
@@ -34,6 +35,13 @@ class Kill(enum.StrEnum):
     def costs_a_rank(self) -> bool:
         """Whether the group loses a member by it."""
         return self in (Kill.WORKER, Kill.ENGINE)
+
+
+class Restore(enum.StrEnum):
+    """Where experts come from that no rank has any more."""
+
+    BACKUP = "backup"  # in the memory of other nodes
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class DemoSettings:
         nodes: daemons.
         scenario: what happens.
         kill: what is killed.
+        restore: in scenario lost-expert, where its experts come from.
         at: step at which it happens; None: in the middle of the answers.
         tokens: tokens to answer to each request.
         seed: of the model's weights.
@@ -78,6 +87,7 @@ class DemoSettings:
     nodes: int = 2
     scenario: Scenario = Scenario.KILL
     kill: Kill = Kill.WORKER
+    restore: Restore | None = None
     at: int | None = None
     tokens: int = 40
     seed: int = 13  # clear margins: the best token is never nearly a tie
@@ -100,15 +110,22 @@ class DemoSettings:
             raise ConfigError(
                 f"--scenario {self.scenario} with --kill {self.kill}: "
                 + (
-                    "rejoin needs a worker or an engine that is killed"
+                    f"{self.scenario} needs a worker or an engine that is killed"
                     if self.scenario.kills
                     else "nothing is killed in it; leave --kill away"
                 )
             )
-        if self.scenario is Scenario.REJOIN and not self.kill.costs_a_rank:
+        if self.scenario.needs_death and not self.kill.costs_a_rank:
             raise ConfigError(
-                f"--scenario rejoin with --kill {self.kill}: no rank is lost that could come back; "
+                f"--scenario {self.scenario} with --kill {self.kill}: no rank is lost by it; "
                 "use --kill worker or engine"
+            )
+        if (self.scenario is Scenario.LOST_EXPERT) is (self.restore is None):
+            raise ConfigError("--restore is for --scenario lost-expert, which needs it")
+        if self.scenario is Scenario.REBALANCE and self.tokens < _MOVING_TOKENS:
+            raise ConfigError(
+                f"--scenario rebalance with --tokens {self.tokens}: the answers would be over "
+                f"before experts have moved; use {_MOVING_TOKENS} or more"
             )
         if self.scenario is not Scenario.KILL and self.ranks == 1:
             raise ConfigError(f"--scenario {self.scenario} needs --ranks 2 or more")
@@ -174,7 +191,9 @@ class DemoSettings:
         return not idle and rank == self.victim
 
     def group_config(self) -> GroupConfig:
-        """The group: every expert twice, so that any one rank can go."""
+        """The group: every expert twice, so that any one rank can go; once if its experts are to
+        be lost with it, and then there is room for them elsewhere.
+        """
         copies = min(2, self.ranks)
         sizes = self.sizes
         return GroupConfig(
@@ -203,8 +222,8 @@ class DemoSettings:
             initial_ranks=self.ranks,
             # A killed daemon is back before this also where two cores are busy with everything.
             timeouts=Timeouts(node_timeout_ms=10_000),
-            spare_copies=copies - 1,
+            spare_copies=0 if self.scenario is Scenario.LOST_EXPERT else copies - 1,
             weights=sizes.weights,
             # Nothing moves but what the scenario asks for.
-            rebalance=RebalancePolicy(automatic=False),
+            rebalance=RebalancePolicy(automatic=False, settle_ms=0, window_ms=500),
         )

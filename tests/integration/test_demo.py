@@ -111,6 +111,19 @@ def test_dead_rank_costs_no_request_and_changes_no_token(
     assert report["detect_ms"] < report["recover_ms"] < 5000
 
 
+@pytest.mark.parametrize(("restore", "source"), [("backup", "backup"), ("disk", "checkpoint")])
+def test_experts_that_only_the_dead_rank_had_are_restored(
+    folder: Path, restore: str, source: str
+) -> None:
+    """No replica: survivors wait for the dead rank's 4 experts of each layer, no longer."""
+    arguments = ("--scenario", "lost-expert", "--restore", restore, "--tokens", "10")
+    report = run_demo(folder, *arguments)
+    assert report["details"]["restored"] == {source: 16}
+    assert report["epochs"] == [1, 2]
+    assert report["steps_repeated"] >= 1
+    assert report["detect_ms"] < report["recover_ms"] < 5000
+
+
 @pytest.mark.parametrize("kill", ["daemon", "controller"])
 def test_death_off_the_data_path_is_not_even_noticed(folder: Path, kill: str) -> None:
     report = run_demo(folder, "--kill", kill, "--tokens", "10")

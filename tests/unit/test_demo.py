@@ -17,7 +17,7 @@ from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.prompts import prompts
 from elasticep.demo.report import Report
 from elasticep.demo.scenario import Scenario, script
-from elasticep.demo.settings import DemoSettings, Kill
+from elasticep.demo.settings import DemoSettings, Kill, Restore
 from elasticep.demo.wire import assignment_fields, assignment_from, pipe
 from elasticep.errors import ConfigError, UsageError
 
@@ -286,12 +286,16 @@ class StageDouble:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.now = False
+        self.whole = True
 
     def reached(self) -> bool:
         return self.now
 
     def kill(self) -> None:
         self.log.append("kill")
+
+    def backed_up(self) -> bool:
+        return self.whole
 
     def recovered(self) -> bool:
         return self.now
@@ -316,6 +320,7 @@ class StageDouble:
         (Scenario.REJOIN, ["kill", "open 2"]),
         (Scenario.SCALE, ["open 4", "open 5", "drain [3, 4, 5]"]),
         (Scenario.DRAIN, ["drain [2]"]),
+        (Scenario.LOST_EXPERT, ["kill"]),
     ],
 )
 def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: list[str]) -> None:
@@ -326,6 +331,19 @@ def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: li
     stage.now = True
     assert list(running) == []
     assert stage.log == log
+
+
+def test_experts_are_lost_only_when_they_can_be_restored() -> None:
+    stage = StageDouble()
+    stage.whole = False
+    running = script(Scenario.LOST_EXPERT, stage)
+    stage.now = True
+    for _ in range(3):
+        next(running)
+    assert stage.log == []
+    stage.whole = True
+    assert list(running) == []
+    assert stage.log == ["kill"]
 
 
 def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None:
@@ -347,6 +365,9 @@ def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None
         ({"scenario": Scenario.DRAIN, "kill": Kill.WORKER}, "nothing is killed in it"),
         ({"scenario": Scenario.REJOIN, "kill": Kill.NONE}, "needs a worker or an engine"),
         ({"scenario": Scenario.REJOIN, "kill": Kill.DAEMON}, "no rank is lost"),
+        ({"scenario": Scenario.LOST_EXPERT, "kill": Kill.DAEMON}, "no rank is lost"),
+        ({"scenario": Scenario.LOST_EXPERT}, "--restore"),
+        ({"restore": Restore.DISK}, "--restore"),
         (
             {"scenario": Scenario.SCALE, "kill": Kill.NONE, "ranks": 1, "nodes": 1},
             "needs --ranks 2",
