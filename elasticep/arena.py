@@ -260,7 +260,13 @@ class Arena:
 
         Raises:
             ChecksumMismatch: it does not; the slot is empty then.
+            WeightsError: `data` is no unit; the slot is as it was.
         """
+        if memoryview(data).nbytes != self.layout.spec.unit_bytes:
+            raise WeightsError(
+                f"{memoryview(data).nbytes} bytes are no unit, which has "
+                f"{self.layout.spec.unit_bytes}"
+            )
         filling = self.fill(layer, slot, expert)
         filling.write(0, data)
         return filling.finish(checksum)

@@ -95,6 +95,17 @@ def test_label_and_checksum_of_a_slot_always_agree(writes: list[tuple[int, int, 
             assert arena.read(layer, slot, expert)[0] == unit(expert)
 
 
+def test_what_is_no_unit_changes_nothing() -> None:
+    arena, _ = fresh()
+    arena.write(0, 1, 3, unit(3))
+    for data in (b"", unit(4)[:-1], unit(4) + b"x"):
+        with pytest.raises(WeightsError, match="no unit, which has 72"):
+            arena.write(0, 1, 4, data)
+    with pytest.raises(WeightsError, match="experts begin at 0"):
+        arena.write(0, 1, -1, unit(4))
+    assert arena.read(0, 1, 3)[0] == unit(3)
+
+
 def test_pieces_of_a_range_are_those_bytes() -> None:
     arena, _ = fresh()
     arena.write(0, 1, 3, unit(3))
