@@ -145,6 +145,8 @@ EP_API int epc_session_status(epc_session* session, ep_status* out);
 /* As ep_session_fenced: 1 if fenced, else 0. */
 EP_API int epc_session_fenced(epc_session* session, uint64_t* epoch, char* text, uint64_t text_size);
 EP_API int epc_session_warmup(epc_session* session, uint32_t on);
+/* What is done about lost experts now: EP_POLICY_*. */
+EP_API int epc_session_policy(epc_session* session, uint32_t* policy);
 /* As ep_session_slots. */
 EP_API int epc_session_slots(epc_session* session, uint64_t epoch, int32_t* slot_expert);
 /* Returns when a view later than `after` is staged; EP_EFENCED, or EP_ETIMEOUT after timeout_ms (0: step_timeout). Until a

@@ -256,6 +256,11 @@ int epc_session_warmup(epc_session* s, uint32_t on) {
   return 0;
 }
 
+int epc_session_policy(epc_session* s, uint32_t* policy) {
+  *policy = s->header().policy.load();
+  return 0;
+}
+
 int epc_session_slots(epc_session* s, uint64_t epoch, int32_t* slot_expert) {
   std::lock_guard<std::mutex> guard(s->mutex);
   const auto& kept = s->tables[epoch % EP_BANKS];

@@ -19,6 +19,7 @@ from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
 
 _TEXT_BYTES: Final = 512
+POLICY_SERVE: Final = 1  # EP_POLICY_SERVE
 
 
 class CudaHandle:
@@ -152,6 +153,12 @@ class CudaHandle:
         code = self._api.epc_session_slots(self._session, epoch, table.ctypes.data)
         self._check(code, f"slot table of epoch {epoch}")
         return table
+
+    def serves_lost(self) -> bool:
+        """Whether steps count now although a token needed a lost expert (policy `serve`)."""
+        policy = ctypes.c_uint32(0)
+        self._check(self._api.epc_session_policy(self._session, ctypes.byref(policy)), "policy")
+        return bool(policy.value & POLICY_SERVE)
 
     def slot_experts(self) -> int:
         """Device address of int32 [layers, slots]: the experts in this rank's slots now."""

@@ -20,7 +20,7 @@ from elasticep.client.session import Session
 from elasticep.client.step import Passed, Step
 from elasticep.client.view import View
 from elasticep.errors import ExpertsLost, Fenced, StepTimeout, UsageError
-from elasticep.group import GroupConfig, LostExperts
+from elasticep.group import GroupConfig
 from elasticep.native import abi
 from elasticep.native.cuda import StepResult, StepStatus
 from elasticep.native.cuda_session import Wait
@@ -134,6 +134,8 @@ class CudaSession(Session):
         self._latest: CudaStep | None = None
         self._epoch = 0  # of the last step that the host asked about
         self._doomed = False
+        self._judged = 0  # epoch that `_lost` is about
+        self._lost: list[tuple[int, int]] = []
 
     # ---- steps
 
@@ -268,10 +270,11 @@ class CudaSession(Session):
             if fenced is not None:
                 raise fenced
             return False
-        if self.config.lost_experts is LostExperts.REFUSE and step._masks:
-            lost = self.view.lost(self.config.geometry.experts)
-            if lost and not bool(step.token_ok.all()):
-                raise ExpertsLost(lost)
+        if result.epoch != self._judged:
+            self._judged, self._lost = result.epoch, self.view.lost(self.config.geometry.experts)
+        refused = self._lost and step._masks and not self._cuda.serves_lost()
+        if refused and not bool(step.token_ok.all()):
+            raise ExpertsLost(self._lost)
         return True
 
     @property

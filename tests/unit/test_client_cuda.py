@@ -61,6 +61,7 @@ class Handle:
         self.broken = False
         self.lose: list[int] = []
         self.closed = False
+        self.serves = False
 
     def _received(self, number: int, channel: int) -> Any:
         return SimpleNamespace(
@@ -145,6 +146,9 @@ class Handle:
         if self.lose:
             table[:, 0, 3] = -1
         return table
+
+    def serves_lost(self) -> bool:
+        return self.serves
 
     def fenced(self) -> Fenced | None:
         return self.why
@@ -322,6 +326,7 @@ def test_lost_experts(make: Callable[..., Any]) -> None:
         session.run(forward(session), None, tokens=3)
     handle = Handle()
     handle.lose = [1]
+    handle.serves = True
     session = make(handle, lost_experts=LostExperts.SERVE)
     exchange = session.exchange("decode")
     with session.step(3) as step:
