@@ -24,7 +24,8 @@ def _stop(number: int, _: object) -> None:
     default=Scenario.KILL.value,
     show_default=True,
     help="kill; rejoin: the killed rank comes back; scale: two ranks more, then three fewer; "
-    "drain: a rank is taken out of service; lost-expert: nobody else has what the killed rank had.",
+    "drain: a rank is taken out of service; lost-expert: nobody else has what the killed rank had; "
+    "rebalance: experts move by their load.",
 )
 @click.option(
     "--kill",
@@ -37,7 +38,11 @@ def _stop(number: int, _: object) -> None:
     help="Where lost experts come from.  [default: a run with each]",
 )
 @click.option("--at", type=int, help="Step at which it happens; default: amid the answers.")
-@click.option("--tokens", default=40, show_default=True, help="Tokens to answer to each request.")
+@click.option(
+    "--tokens",
+    type=int,
+    help="Tokens to answer to each request.  [default: 40; 160 in rebalance]",
+)
 @click.option("--seed", default=13, show_default=True, help="Of the model's weights.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
@@ -48,7 +53,7 @@ def command(
     kill: str | None,
     restore: str | None,
     at: int | None,
-    tokens: int,
+    tokens: int | None,
     seed: int,
     timeout: float,
     output: str,
@@ -70,7 +75,7 @@ def command(
             kill=Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE)),
             restore=one,
             at=at,
-            tokens=tokens,
+            tokens=tokens or (160 if Scenario(scenario) is Scenario.REBALANCE else 40),
             seed=seed,
             timeout_s=timeout,
         )

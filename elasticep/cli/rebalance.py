@@ -55,7 +55,7 @@ def command(group: str, output: str, **options: Any) -> None:
     if options["export"] is not None:
         _export(answer, options["export"], options["form"])
     elif output == "json":
-        click.echo(json.dumps(as_dict(answer), indent=2))
+        click.echo(json.dumps(as_dict(answer), indent=None if options["watch"] else 2))
     else:
         _print(request, answer)
     if options["watch"]:

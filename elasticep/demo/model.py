@@ -22,6 +22,8 @@ _INITIALIZER_RANGE: Final = 0.12
 # ones. (With 1.0 a random model soon repeats itself, and equal tokens would prove little.)
 _QUERY_SCALE: Final = 3.0
 
+_SKEW: Final = 4.0  # larger logits are more often among the highest
+
 
 def prepare() -> None:
     """One thread for products, and no notes from transformers on the terminal."""
@@ -55,6 +57,12 @@ def build_model(sizes: ModelSizes, seed: int) -> Any:
         layer.self_attn.q_norm.weight.data.fill_(_QUERY_SCALE)
     make_rowwise(model)
     return model
+
+
+def skew_router(model: Any, sizes: ModelSizes) -> None:
+    """Let the first experts of every layer be chosen more often than the others."""
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data[: sizes.experts // 4] *= _SKEW
 
 
 def save_model(model: Any, folder: Path) -> None:

@@ -65,19 +65,15 @@ class Report:
         figures = self.details.get("rebalance")
         if figures is None:
             return []
-        longest, median = figures["step_ms_longest"], figures["step_ms_median"]
+        before, after = figures["imbalance_before"], figures["imbalance_after"]
+        planned = figures["imbalance_planned"]
+        median, longest = figures["step_ms_median"], figures["step_ms_longest"]
+        times = longest / max(median, 1e-9)
+        steps = f"median {median:.1f} ms, longest {longest:.1f} ms ({times:.1f} times)"
         return [
-            (
-                "imbalance",
-                f"{figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f} "
-                f"(planned {figures['imbalance_planned']:.3f})",
-            ),
+            ("imbalance", f"{before:.3f} -> {after:.3f} (planned {planned:.3f})"),
             ("experts copied", f"{figures['moves']} in {figures['views']} views"),
-            (
-                "steps meanwhile",
-                f"median {median:.1f} ms, longest {longest:.1f} ms "
-                f"({longest / max(median, 1e-9):.1f} times)",
-            ),
+            ("steps meanwhile", steps),
         ]
 
     def _restored(self) -> list[tuple[str, str]]:
