@@ -238,11 +238,15 @@ def _read_index(path: Path) -> dict[str, str]:
     table = plain.get("weight_map") if isinstance(plain, dict) else None
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{path} has no table weight_map; it is no index of a checkpoint")
+    beside: set[str] = set()
     for name, file in table.items():
+        if isinstance(file, str) and file in beside:
+            continue
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{path}: tensor {name!r} lies in {file!r}; files lie beside the index"
             )
+        beside.add(file)
     return table
 
 
