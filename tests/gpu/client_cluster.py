@@ -119,6 +119,7 @@ class Cluster:
         self._log = Path(os.environ.get("ELASTICEP_GPU_LOGS") or self.folder)
         self._log.mkdir(exist_ok=True)
         self.engines: list[Engine] = []
+        self._spares: list[Engine] = []
         address = f"unix://{self.folder}/c.sock"
         self._controller_log = self._log / f"{self.folder.name}-controller.log"
         with self._controller_log.open("ab") as log:
@@ -164,9 +165,20 @@ class Cluster:
         self.engines.append(engine)
         return engine
 
+    def spare(self, rank: int) -> None:
+        """A process that has its imports behind it when it is to take this rank."""
+        self._spares.append(self.engine(rank))
+
+    def _take(self, rank: int) -> Engine:
+        for engine in self._spares:
+            if engine.rank == rank:
+                self._spares.remove(engine)
+                return engine
+        return self.engine(rank)
+
     def attach(self, *ranks: int) -> list[Engine]:
         """Engines that hold these ranks."""
-        engines = [self.engine(rank) for rank in ranks]
+        engines = [self._take(rank) for rank in ranks]
         for engine in engines:
             engine.order("attach", config=self.config, rank=engine.rank, socket=engine.socket)
         for engine in engines:

@@ -104,11 +104,15 @@ class Model:
         self.experts(layer, recv)
         exchange.combine(layer, recv, out)
 
+    def layers_now(self) -> None:
+        """All layers, in the step that is open."""
+        for layer in range(self.layers):
+            self.layer(layer)
+
     def step(self) -> CudaStep:
         """All layers in a step."""
         with self.session.step(self.tokens) as step:
-            for layer in range(self.layers):
-                self.layer(layer)
+            self.layers_now()
         assert isinstance(step, CudaStep)
         return step
 
@@ -216,6 +220,25 @@ class Engine:
             assert bool(step.token_ok.all())
         self.detach()  # so that the others need not wait for one that has stopped
         return {"complete": complete, "torn": torn, "epoch": epoch}
+
+    def pace(self, exchange: str, tokens: int, count: int) -> dict[str, float]:
+        """Microseconds of a step with `complete` read after each: eager, and replayed."""
+        model = self.model(exchange, tokens)
+        model.fresh()
+        graph, captured = model.capture()
+        found = {}
+        for name, run in (
+            ("replayed", lambda: self.session.run_graph(graph, captured)),
+            ("eager", lambda: self.session.run(lambda *_: model.layers_now(), None, tokens=tokens)),
+        ):
+            for _ in range(20):
+                run()
+            began = time.monotonic_ns()
+            for _ in range(count):
+                run()
+            found[name] = round((time.monotonic_ns() - began) / 1000 / count, 1)
+        model.check()
+        return found
 
     def capture_allocates_nothing(self, exchange: str, tokens: int) -> dict[str, int]:
         """Case 22: blocks that torch hands out in a capture, of a step and of nothing much."""

@@ -54,6 +54,25 @@ def test_inline_seat_is_ready_at_once() -> None:
     assert effects == [seats.Start(4), seats.Report(SeatState.READY)]
 
 
+def test_inline_seat_on_a_gpu_waits_for_its_memory() -> None:
+    empty = Seat(launch=Launch.INLINE)
+    starting, effects = after(empty, seats.Granted(1, allocate=True))
+    assert (starting.state, effects) == (SeatState.STARTING, [seats.Start(1)])
+    seat, effects = after(starting, seats.Allocated(1))
+    assert (seat.state, effects) == (SeatState.READY, [seats.Report(SeatState.READY)])
+    assert after(seat, seats.Allocated(1)) == (seat, [])
+    # What comes late is of an incarnation that is over, or of none.
+    seat, effects = after(starting, seats.Ended(1, "no room"))
+    assert (seat.state, seat.failed_starts) == (SeatState.EMPTY, 1)
+    assert effects == [seats.Expel(1, 0, "no room"), DEAD, seats.Report(SeatState.EMPTY, 1)]
+    assert after(seat, seats.Allocated(1)) == (seat, [])
+    again, _ = after(seat, seats.Granted(2, allocate=True))
+    assert after(again, seats.Allocated(1)) == (again, [])
+    # A worker of service launch says itself when it is up.
+    service, _ = after(Seat(launch=Launch.SERVICE), seats.Granted(1))
+    assert after(service, seats.Allocated(1)) == (service, [])
+
+
 def test_a_dead_worker_ends_the_seat_in_order() -> None:
     seat, effects = after(attached(), seats.Died(RUNNER, 1))
     assert seat.state is SeatState.ENDING
