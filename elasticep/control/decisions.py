@@ -66,7 +66,8 @@ def retire(state: GroupState, now_ms: int, out: Outcome) -> None:
     if floor == view.epoch:
         for seat in state.seats.values():
             if seat.phase is Phase.DRAINING and not view.holds(seat.rank, seat.incarnation):
-                state.end(seat, now_ms, seat.held, out, at_once=False, counts=False)
+                why = seat.held or "it was drained, and let back in when it had left"
+                state.end(seat, now_ms, why, out, at_once=False, counts=False)
 
 
 # ---- hangs

@@ -144,7 +144,9 @@ class Membership:
         """
         out = Outcome()
         self._handlers[type(event)](event, now_ms, out)
-        if not isinstance(event, (ev.Progressed, ev.Waits, ev.Loads, ev.Tick)):
+        if isinstance(event, (ev.Progressed, ev.Loads)):
+            return out  # there are many of them; the next tick judges by what they say
+        if not isinstance(event, (ev.Waits, ev.Tick)):
             self._s.dirty = True
         settle(self._s, now_ms, out)
         self._s.validate()

@@ -56,6 +56,7 @@ class View:
     reason: str
     digest: int = 0
     lost: tuple[tuple[int, int], ...] = field(init=False)
+    _by_rank: dict[int, Member] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ranks = [member.rank for member in self.members]
@@ -68,6 +69,7 @@ class View:
             raise ConfigError(
                 f"group {self.group!r}: epoch {self.epoch} cannot follow {self.previous_epoch}"
             )
+        object.__setattr__(self, "_by_rank", {member.rank: member for member in self.members})
         object.__setattr__(self, "lost", tuple(self.placement.lost_experts(ranks)))
         if self.digest == 0:
             object.__setattr__(self, "digest", self._digest())
@@ -79,11 +81,11 @@ class View:
 
     def member(self, rank: int) -> Member | None:
         """The member that holds `rank`, or None."""
-        return next((member for member in self.members if member.rank == rank), None)
+        return self._by_rank.get(rank)
 
     def holds(self, rank: int, incarnation: int) -> bool:
         """Whether this incarnation of the rank is a member."""
-        member = self.member(rank)
+        member = self._by_rank.get(rank)
         return member is not None and member.incarnation == incarnation
 
     def describe(self) -> str:

@@ -88,6 +88,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         at_s = max(when, self.now_s + TICK_S)
         return super().call_at(at_s, callback, *args, context=context)
 
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Any], *args: Any
+    ) -> "asyncio.Future[Any]":
+        """What would be another thread's work is done here and now: there is one order of events."""
+        future: asyncio.Future[Any] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def stop_process(self, process: Process) -> None:
         """SIGSTOP."""
         process.stopped = True

@@ -270,17 +270,17 @@ class SimNode:
             self._tell(seat)
             process.later(self.c.rng.uniform(0.0, 0.2), process.enter)
 
-    def kill(self, seat: SimSeat, cause: str) -> None:
-        """SIGKILL of a rank's processes; the daemon's futex knows at once."""
+    def kill(self, seat: SimSeat, cause: str, only: SimRank | None = None) -> None:
+        """SIGKILL of a rank's processes; the daemon's futex knows at once. `only`: not of others."""
         process = seat.process
-        if process is not None and process.alive:
+        if process is not None and process.alive and only in (None, process):
             process.kill()
             self._later(_DETECT_S, lambda: self._died(seat, process, cause))
 
     def exited(self, process: SimRank, cause: str) -> None:
         """A rank's engine let go."""
         group, rank, _ = process.seat
-        self.kill(self.seats[group, rank], cause)
+        self.kill(self.seats[group, rank], cause, process)
 
     def _died(self, seat: SimSeat, process: SimRank, cause: str) -> None:
         if seat.process is not process:
@@ -301,15 +301,17 @@ class SimNode:
             seat.process, seat.state = None, SeatState.EMPTY
             self._tell(seat)
 
-    def _end(self, seat: SimSeat, cause: str) -> None:
-        """It is expelled: fenced, then killed if it does not let go."""
+    def _end(self, seat: SimSeat, cause: str, only: SimRank | None = None) -> None:
+        """It is expelled: fenced, then killed if it does not let go. `only`: not another process."""
         process = seat.process
         if process is None or not process.alive or seat.state is SeatState.DEAD:
+            return
+        if only not in (None, process):
             return
         process.memory.fenced = max(process.memory.fenced, seat.incarnation)
         self._over(seat, cause)
         process.memory.poke()
-        self._later(_GRACE_S, lambda: self.kill(seat, cause))
+        self._later(_GRACE_S, lambda: self.kill(seat, cause, process))
 
     def _dead_word(self, group: str, rank: int, incarnation: int) -> None:
         """Into every header that this node maps: all of the domain."""
@@ -411,7 +413,7 @@ class SimNode:
             ) and other.epoch < view.epoch:  # fmt: skip
                 self._fire(
                     self._life,
-                    lambda s=seat: self._end(s, f"left out of epoch {view.epoch}"),  # type: ignore[misc]
+                    lambda s=seat, p=other: self._end(s, f"left out of epoch {view.epoch}", p),  # type: ignore[misc]
                 )
 
     def _tell_adopted(self, seat: SimSeat, process: SimRank) -> None:
