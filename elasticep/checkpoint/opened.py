@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,6 +186,24 @@ class Checkpoint:
                 "Take [weights] from `elasticep checkpoint`"
             )
         return kinds[kind]
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all its tensors, of experts or not."""
+        return self._files.keys()
+
+    def read(self, name: str) -> tuple[StoredTensor, bytearray]:
+        """Any tensor: what it is, and its bytes.
+
+        Raises:
+            CheckpointError: there is none of this name, or it cannot be read.
+        """
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; fetch it again")
+        tensor = self.tensor(name)
+        data = bytearray(tensor.nbytes)
+        self.file_of(name).read_into(tensor.start, [memoryview(data)])
+        return tensor, data
 
     def tensor(self, name: str) -> StoredTensor:
         """Where a tensor lies in its file."""

@@ -1,5 +1,6 @@
 """Expert parallelism for a Hugging Face MoE decoder: its blocks' experts move to the group's ranks.
 
+    model = load_without_experts("/models/Qwen3-30B-A3B")    # or any way of loading it whole
     layers = replace_moe_blocks(model, session, "decode")
     with session.step() as step:
         logits = model(...).logits      # or layers.idle() on a rank without work
@@ -7,20 +8,25 @@
 Routers, attention and everything else stay where they are. Written for blocks that keep all expert
 weights in `experts.gate_up_proj` and `experts.down_proj` (Qwen3-MoE in transformers 5). In a group
 with `weights` experts are computed from the daemon's memory, and the model's own are let go of; it
-need not have loaded them (the `meta` device will do).
+need not have loaded them.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from elasticep.checkpoint import open_checkpoint
 from elasticep.client.arena import TORCH
 from elasticep.client.auto import AnyExchange
 from elasticep.client.received import Received
 from elasticep.client.session import Session
-from elasticep.errors import GroupMismatch, SpecError
+from elasticep.errors import CheckpointError, GroupMismatch, SpecError
 
 SUPPORTED_BLOCKS: Final = ("Qwen3MoeSparseMoeBlock",)
 
@@ -166,6 +172,62 @@ class RowwiseLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
+def load_without_experts(folder: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """A model out of a Hugging Face folder, in evaluation mode, all but its routed experts.
+
+    Their parameters have shapes but no memory (the `meta` device): for `replace_moe_blocks` in a
+    group with `weights`. Nothing of them is read.
+
+    Args:
+        folder: with config.json and safetensors files.
+        dtype: of the parameters; None: that of config.json.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it lacks a parameter or has another shape.
+        SpecError: the model has no block that this adapter knows.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = AutoConfig.from_pretrained(folder)
+    chosen = dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        probe = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    with ExitStack() as stack:
+        for kind in {type(cast(Any, block).experts) for block in _known_blocks(probe)}:
+            stack.enter_context(_made_on_meta(kind))
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    read: set[int] = set()
+    state = {name: to for name, to in model.state_dict().items() if not to.is_meta}
+    for name in sorted(state, key=lambda name: name not in checkpoint.names):
+        to = state[name]
+        if name not in checkpoint.names and to.data_ptr() in read:
+            continue  # tied to another parameter, which is there
+        stored, data = checkpoint.read(name)
+        if stored.shape != tuple(to.shape):
+            raise CheckpointError(
+                f"{name} in {folder} has shape {list(stored.shape)}, the model that config.json "
+                f"describes {list(to.shape)}; fetch the checkpoint again"
+            )
+        to.copy_(torch.frombuffer(data, dtype=TORCH[stored.dtype]).view(to.shape))
+        read.add(to.data_ptr())
+    return cast(nn.Module, model.eval())
+
+
+@contextmanager
+def _made_on_meta(kind: type[nn.Module]) -> Iterator[None]:
+    """While open, instances of a class get parameters without memory."""
+    init = kind.__init__
+
+    def without_memory(self: nn.Module, *arguments: Any, **named: Any) -> None:
+        with torch.device("meta"):
+            init(self, *arguments, **named)
+
+    kind.__init__ = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__init__ = init  # type: ignore[method-assign]
+
+
 def replace_moe_blocks(
     model: nn.Module, session: Session, exchange: str = "decode", *, rowwise: bool = False
 ) -> MoELayers:
@@ -192,12 +254,7 @@ def replace_moe_blocks(
                 f"{part.dispatch_dtype.value} rows; this adapter computes routed and arrival "
                 "layouts with fp32, fp16 or bf16 rows"
             )
-    found = [m for m in model.modules() if type(m).__name__ in SUPPORTED_BLOCKS]
-    if not found:
-        raise SpecError(
-            f"{type(model).__name__} has no MoE block that this adapter knows "
-            f"({', '.join(SUPPORTED_BLOCKS)}); write its exchange as docs/client.md shows"
-        )
+    found = _known_blocks(model)
     _require_same_sizes(found, session)
     dtype = cast(Any, found[0].experts).down_proj.dtype
     layers = MoELayers(session, chosen, rowwise=rowwise, dtype=dtype)
@@ -210,6 +267,16 @@ def replace_moe_blocks(
     if rowwise:
         make_rowwise(model)
     return layers
+
+
+def _known_blocks(model: nn.Module) -> list[nn.Module]:
+    found = [m for m in model.modules() if type(m).__name__ in SUPPORTED_BLOCKS]
+    if not found:
+        raise SpecError(
+            f"{type(model).__name__} has no MoE block that this adapter knows "
+            f"({', '.join(SUPPORTED_BLOCKS)}); write its exchange as docs/client.md shows"
+        )
+    return found
 
 
 def make_rowwise(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The Hugging Face adapter over real worker processes: what the model says does not change."""
 
 import copy
+import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from elasticep.arena import Arena
 from elasticep.checkpoint import open_checkpoint
 from elasticep.client.session import Session
 from elasticep.demo.settings import ROWS, DemoSettings, ModelSizes
-from elasticep.errors import GroupMismatch, SpecError
+from elasticep.errors import CheckpointError, GroupMismatch, SpecError
 from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct
 from elasticep.testing.clients import attach_to, on_all
@@ -27,7 +28,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from elasticep.demo.model import Decoder, build_model  # noqa: E402
-from elasticep.engines.transformers import MoELayers, replace_moe_blocks  # noqa: E402
+from elasticep.engines.transformers import (  # noqa: E402
+    MoELayers,
+    load_without_experts,
+    replace_moe_blocks,
+)
 
 SIZES = ModelSizes(layers=2, hidden=32, experts=6, topk=2, heads=2, kv_heads=1)
 TEXT = b"The bridge will be closed."
@@ -45,9 +50,12 @@ def model() -> Any:
 class Engine:
     """A rank with its own copy of the model."""
 
-    def __init__(self, session: Session, model: Any, *, rowwise: bool) -> None:
+    def __init__(
+        self, session: Session, model: Any, *, rowwise: bool, folder: Path | None = None
+    ) -> None:
         self.session = session
-        self.model = own = copy.deepcopy(model)
+        own = copy.deepcopy(model) if folder is None else load_without_experts(folder)
+        self.model = own
         self.layers: MoELayers = replace_moe_blocks(own, session, rowwise=rowwise)
         self.decoder = Decoder(own, SIZES, ROWS, len(TEXT))
 
@@ -165,7 +173,11 @@ def test_experts_out_of_a_checkpoint_by_way_of_arenas_give_the_same_bits(
     arenas = Arenas(tmp_path, model)
     stack.callback(arenas.close)
     _, sessions = open_group(stack, arenas)
-    engines = [Engine(session, model, rowwise=True) for session in sessions]
+    folders = [tmp_path, None, tmp_path]
+    engines = [
+        Engine(session, model, rowwise=True, folder=folder)
+        for session, folder in zip(sessions, folders, strict=True)
+    ]
     for engine in engines:
         left = [name for name, _ in engine.model.named_parameters() if ".experts." in name]
         assert not left, "the model's own experts are let go of"
@@ -177,6 +189,38 @@ def test_experts_out_of_a_checkpoint_by_way_of_arenas_give_the_same_bits(
     for at in range(len(TEXT)):
         bits = [*(logits[at] for logits in (*results[:2], *wanted[:2]))]
         assert all(torch.equal(bits[0], other) for other in bits[1:])
+
+
+def test_a_model_is_loaded_without_its_experts(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    got = load_without_experts(tmp_path)
+    assert not got.training
+    wanted = dict(model.named_parameters())
+    for name, parameter in got.named_parameters():
+        if ".experts." in name:
+            assert parameter.is_meta
+            assert parameter.shape == wanted[name].shape
+        else:
+            assert torch.equal(parameter, wanted[name])
+    assert all(not buffer.is_meta for buffer in got.buffers())
+    half = load_without_experts(tmp_path, torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8}))
+    with pytest.raises(CheckpointError, match=r"weight in .* has shape \[256, 32\], the model"):
+        load_without_experts(tmp_path)
+
+
+def test_tied_parameters_need_to_be_there_once_only(tmp_path: Path) -> None:
+    tied = build_model(SIZES, seed=5).config
+    tied.tie_word_embeddings = True
+    torch.manual_seed(1)
+    model = type(build_model(SIZES, seed=5))(tied)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in open_checkpoint(tmp_path).names
+    got: Any = load_without_experts(tmp_path)
+    assert torch.equal(got.lm_head.weight, model.lm_head.weight)
+    assert got.lm_head.weight.data_ptr() == got.model.embed_tokens.weight.data_ptr()
 
 
 def test_weights_of_another_model_are_refused(stack: ExitStack, model: Any, tmp_path: Path) -> None:

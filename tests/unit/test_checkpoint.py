@@ -303,6 +303,29 @@ def test_a_spec_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> 
             units.read(layer, expert)
 
 
+def test_scales_of_several_kinds_and_single_numbers_go_along(tmp_path: Path) -> None:
+    """As nvfp4 has them: two elements in a byte, scales by 16, a factor for each matrix."""
+    tensors = {}
+    for name, ours, rows, columns in (
+        ("gate_proj", "w1", 8, 32),
+        ("up_proj", "w3", 8, 32),
+        ("down_proj", "w2", 32, 16),
+    ):
+        tensors[f"{name}.weight"] = (ours, "uint8", (rows, columns // 2))
+        tensors[f"{name}.weight_scale"] = (f"{ours}_scale", "fp8_e4m3", (rows, columns // 16))
+        tensors[f"{name}.weight_scale_2"] = (f"{ours}_scale_2", "fp32", ())
+        tensors[f"{name}.input_scale"] = (f"{ours}_input_scale", "fp32", ())
+    written = write_checkpoint(tmp_path, Family(FAMILIES["qwen3"].name, tensors))
+    checkpoint = open_checkpoint(tmp_path)
+    spec = checkpoint.weight_spec()
+    assert {tensor.name: tensor.shape for tensor in spec.tensors} == {
+        "w13": (16, 16), "w2": (32, 8), "w13_scale": (16, 2), "w2_scale": (32, 1),
+        "w13_scale_2": (2,), "w2_scale_2": (), "w13_input_scale": (2,), "w2_input_scale": (),
+    }  # fmt: skip
+    assert [tensor.name for tensor in spec.tensors][:2] == ["w13", "w2"]
+    assert checkpoint.units(spec).read(1, 2) == unit_of(written, spec, 1, 2)
+
+
 def test_scales_whose_blocks_would_span_gate_and_up_are_not_fused(tmp_path: Path) -> None:
     tensors = dict(FAMILIES["deepseek"].tensors)
     tensors["gate_proj.weight_scale_inv"] = ("w1_scale_inv", "fp32", (3, 1))

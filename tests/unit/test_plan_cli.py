@@ -148,6 +148,7 @@ def test_config_files(tmp_path: Path) -> None:
         assert loaded["model"]["experts"] == 8
         assert loaded["slots_per_rank"] == 2
         assert loaded["expert_bytes"] == 3 * 4096 * 14336 * 2
+        assert loaded["arena_bytes"] == 32 * 2 * loaded["expert_bytes"]
 
 
 @pytest.mark.parametrize(
