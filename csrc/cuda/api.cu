@@ -1,8 +1,10 @@
 // The C ABI: arguments are checked here, shapes of launches are computed here.
+#include <atomic>
 #include <cstring>
 #include <string>
 
 #include "../common/errors.h"
+#include "../common/sys.h"
 #include "context.h"
 
 using namespace epc;
@@ -27,8 +29,16 @@ u32 threads_for(u32 vectors, u32 most) {
   return threads < 128 ? 128 : threads;
 }
 
+// Blocks of `budget` with one task, `tuned` (or `usual`) of 256; both tasks have one at least.
+u32 share_of(u32 budget, u32 tuned, u32 usual) {
+  const u32 n = (budget * (tuned ? tuned : usual) + 255) / 256;
+  return n < 1 ? 1 : n >= budget ? budget - 1 : n;
+}
+
+u32 plan_of(const epc_context& c) { return c.config.pinned_plan & 0xff; }
+
 bool wants_bulk(const epc_context& c, u64 bytes) {
-  if (c.config.pinned_plan) return c.config.pinned_plan == 2;
+  if (plan_of(c)) return plan_of(c) == 2;
   return bytes >= kBulkBytes;
 }
 
@@ -67,7 +77,8 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
     s.threads = 512;
     s.shared = kPushShared;
   } else if (payload == Payload::kRaw) {
-    s.threads = threads_for(u32(x.at.row_bytes / 16), 1024);
+    // Few threads leave room on the SM for the next kernel, which then starts while this one waits.
+    s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? 1024 : 512);
   } else if (payload == Payload::kNone) {
     s.threads = 256;
   } else {
@@ -78,45 +89,125 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
   return s;
 }
 
+int check_dispatch(const epc_context& c, const epc_dispatch_args& a, const Exchange& x) {
+  if (a.tokens > x.cap)
+    return ep::fail(EP_ECAP, "%u tokens for exchange %u, whose max_tokens is %u; split the batch or raise max_tokens", a.tokens, a.exchange, x.cap);
+  if (a.layer >= c.domain.layers) return ep::fail(EP_EINVAL, "layer %u; the group has %u", a.layer, c.domain.layers);
+  if (a.ids_bytes != 4 && a.ids_bytes != 8) return ep::fail(EP_EINVAL, "ids of %u bytes; use int32 or int64", a.ids_bytes);
+  if (reinterpret_cast<uintptr_t>(a.x) % 16) return ep::fail(EP_EINVAL, "x is not aligned to 16 bytes");
+  if (a.global_scale < 0.f || !(a.global_scale < 1e38f))
+    return ep::fail(EP_EINVAL, "the global scale is %g; it must be above 0 and finite", double(a.global_scale));
+  return 0;
+}
+
+DispatchArgs dispatch_args(const epc_context& c, const epc_dispatch_args& from, const Exchange& x, u32 half) {
+  DispatchArgs a{};
+  a.domain = c.domain;
+  a.exchange = x;
+  a.x = static_cast<const u8*>(from.x);
+  a.x_scales = from.x_dtype == x.dispatch_dtype ? static_cast<const u8*>(from.x_scales) : nullptr;
+  a.ids = from.ids;
+  a.weights = from.weights;
+  a.lost = from.lost;
+  a.tokens = from.tokens;
+  a.layer = from.layer;
+  a.ids_wide = from.ids_bytes == 8;
+  a.half = half;
+  a.row_bytes = u32(x.at.row_bytes);
+  a.block_lanes = lanes_of(x.dispatch_dtype);
+  a.global_scale = from.global_scale > 0.f ? from.global_scale : 1.f;
+  return a;
+}
+
+// Rows are placed and copied while the link brings others.
+int dispatch_overlapped(epc_context* c, const DispatchArgs& a, ExpandArgs e, cudaStream_t s) {
+  // A quarter of the SMs fills the link.
+  const u32 budget = sm_budget(*c), pushers = share_of(budget, c->config.pinned_plan >> EPC_TUNE_PUSHERS & 0xff, 64);
+  if (!(c->config.pinned_plan & EPC_TUNE_VIA_REGION)) e.own = a.x;
+  EPC_TRY(launch_dispatch(a, Payload::kNone, dispatch_shape(*c, a.exchange, Payload::kNone), s));
+  EPC_TRY(launch_place(e, budget, s));
+  EPC_TRY(launch_push_and_expand({a, e, pushers}, {budget, 0, 0, c->early}, s));
+  return 0;
+}
+
+// Has the exact count of this dispatch written for the host; a graph has nobody who would wait for it.
+int count_rows(epc_context* c, const Exchange& x, cudaStream_t s) {
+  if (!x.at.expanded_rows || !c->config.geometry.exchange[x.index].cpu_sync) return 0;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  EPC_TRY(cudaStreamIsCapturing(s, &capture));
+  u64& ticket = c->counted[x.index][x.channel];
+  if (capture != cudaStreamCaptureStatusNone) {
+    ticket = 0;
+    return 0;
+  }
+  const u64 next = ++c->tickets;
+  EPC_TRY(launch_count({c->domain, x, next, &c->domain.record->counts[x.index][x.channel]}, s));
+  ticket = next;
+  c->count_stream = s;
+  return 0;
+}
+
 int dispatch(epc_context* c, const epc_dispatch_args* args, u32 half, void* stream) {
   Exchange* x = nullptr;
   if (int bad = find(c, args->exchange, args->channel, &x)) return bad;
-  if (args->tokens > x->cap)
-    return ep::fail(EP_ECAP, "%u tokens for exchange %u, whose max_tokens is %u; split the batch or raise max_tokens", args->tokens,
-                    args->exchange, x->cap);
-  if (args->layer >= c->domain.layers) return ep::fail(EP_EINVAL, "layer %u; the group has %u", args->layer, c->domain.layers);
-  if (args->ids_bytes != 4 && args->ids_bytes != 8) return ep::fail(EP_EINVAL, "ids of %u bytes; use int32 or int64", args->ids_bytes);
-  if (reinterpret_cast<uintptr_t>(args->x) % 16) return ep::fail(EP_EINVAL, "x is not aligned to 16 bytes");
-  DispatchArgs a{};
+  if (int bad = check_dispatch(*c, *args, *x)) return bad;
   Payload payload = Payload::kRaw;
   if (half & kSend)
     if (int bad = payload_for(*c, *args, *x, &payload)) return bad;
-  a.domain = c->domain;
-  a.exchange = *x;
-  a.x = static_cast<const u8*>(args->x);
-  a.x_scales = args->x_dtype == x->dispatch_dtype ? static_cast<const u8*>(args->x_scales) : nullptr;
-  a.ids = args->ids;
-  a.weights = args->weights;
-  a.lost = args->lost;
-  a.tokens = args->tokens;
-  a.layer = args->layer;
-  a.ids_wide = args->ids_bytes == 8;
-  a.half = half;
-  a.row_bytes = u32(x->at.row_bytes);
-  a.block_lanes = lanes_of(x->dispatch_dtype);
+  const DispatchArgs a = dispatch_args(*c, *args, *x, half);
+  ExpandArgs e = c->expand[args->exchange][args->channel];
+  e.layer = args->layer;
   auto s = static_cast<cudaStream_t>(stream);
-  if (x->gpu.overlap && half == (kSend | kReceive) && sm_budget(*c) > 1) {
-    const ExpandArgs& e = c->expand[args->exchange][args->channel];
-    const u32 budget = sm_budget(*c), pushers = (budget + 3) / 4;  // a quarter of the SMs fills the link
-    EPC_TRY(launch_dispatch(a, Payload::kNone, dispatch_shape(*c, *x, Payload::kNone), s));
-    EPC_TRY(launch_place(e, budget, s));
-    EPC_TRY(launch_push_and_expand({a, e, pushers}, {budget, 0, 0, c->early}, s));
-    return 0;
+  const bool receives = half & kReceive, fused = x->gpu.fused && receives && !(c->config.pinned_plan & EPC_TUNE_UNFUSED);
+  if (x->replicated) {
+    EPC_TRY(launch_replicated(a, sm_budget(*c), c->early, s));
+  } else if (x->gpu.overlap && half == (kSend | kReceive) && sm_budget(*c) > 1) {
+    if (int bad = dispatch_overlapped(c, a, e, s)) return bad;
+  } else if (fused) {
+    if (payload == Payload::kBulk) payload = Payload::kRaw;
+    EPC_TRY(launch_fused_dispatch({a, e}, payload, dispatch_shape(*c, *x, payload), s));
+  } else {
+    EPC_TRY(launch_dispatch(a, payload, dispatch_shape(*c, *x, payload), s));
+    if (receives && x->at.expanded_rows) EPC_TRY(launch_expand(e, sm_budget(*c), s));
   }
-  if (x->gpu.overlap) return ep::fail(EP_EUSAGE, "exchange %u overlaps arrival and expansion; its dispatch has no halves", args->exchange);
-  EPC_TRY(launch_dispatch(a, payload, dispatch_shape(*c, *x, payload), s));
-  if (half & kReceive && x->at.expanded_rows) EPC_TRY(launch_expand(c->expand[args->exchange][args->channel], sm_budget(*c), s));
-  return 0;
+  return receives ? count_rows(c, *x, s) : 0;
+}
+
+bool expands(const Exchange& x) { return x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED; }
+
+Shape pull_shape(const epc_context& c, CombineArgs& a, bool bulk) {
+  const u32 vectors = (a.exchange.combine_dtype == EP_FP8 ? c.domain.hidden : a.row_bytes) / 16, budget = sm_budget(c);
+  Shape shape{};
+  shape.early = c.early;
+  a.parts = 1;
+  if (!(a.half & kReceive)) return {1, 128, 0, c.early};
+  if (bulk) {
+    shape.threads = kBulkWarps * 32;
+    shape.shared = kPullShared;
+    shape.grid = a.tokens < budget ? a.tokens : budget;
+  } else {
+    const u32 blocks_wanted = plan_of(c) == 1 ? budget : budget * (c.early ? 2 : 1);
+    u32 parts = a.tokens ? blocks_wanted / a.tokens : 1;
+    parts = parts < 1 ? 1 : parts;
+    const u32 most = vectors / 128 ? vectors / 128 : 1;
+    a.parts = parts < most ? parts : most;
+    shape.threads = threads_for((vectors + a.parts - 1) / a.parts, 1024);
+    const u32 blocks = a.tokens * a.parts;
+    const u32 most_blocks = shape.threads <= 512 ? blocks_wanted : budget;  // two small blocks share an SM
+    shape.grid = blocks < most_blocks ? blocks : most_blocks / a.parts * a.parts;
+  }
+  if (!shape.grid) shape.grid = a.parts;
+  return shape;
+}
+
+Shape sum_shape(const epc_context& c, const Exchange& x) {
+  const u32 width = u32(x.at.y_row_bytes / 16 + x.gpu.sum_parts - 1) / x.gpu.sum_parts, units = x.gpu.sum_chunks * x.gpu.sum_parts;
+  Shape s{};
+  s.early = c.early;
+  s.threads = c.config.pinned_plan & EPC_TUNE_WIDE_SUMS && width <= 512 ? round_up(2 * width, 32) : threads_for(width, 512);
+  if (s.threads < 256) s.threads = 256;
+  s.grid = units < sm_budget(c) ? units : sm_budget(c);
+  return s;
 }
 
 int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u32 out_dtype, u32 half, void* stream) {
@@ -126,24 +217,7 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   if (out_dtype > EP_BF16) return ep::fail(EP_EINVAL, "out has dtype %u; use fp32, fp16 or bf16", out_dtype);
   if (reinterpret_cast<uintptr_t>(out) % 16) return ep::fail(EP_EINVAL, "out is not aligned to 16 bytes");
   auto s = static_cast<cudaStream_t>(stream);
-  const bool expands = x->layout == EP_LAYOUT_CONTIGUOUS || x->layout == EP_LAYOUT_MASKED;
-  if (x->gpu.overlap) {
-    if (half != (kSend | kReceive)) return ep::fail(EP_EUSAGE, "exchange %u sums outputs as they are pulled; its combine has no halves", exchange);
-    PullArgs p{};
-    p.combine.domain = c->domain;
-    p.combine.exchange = *x;
-    p.combine.out = static_cast<u8*>(out);
-    p.combine.tokens = tokens;
-    p.combine.half = half;
-    p.combine.parts = 1;
-    p.combine.out_dtype = out_dtype;
-    p.combine.row_bytes = u32(x->at.y_row_bytes);
-    p.expand = c->expand[exchange][channel];
-    p.pullers = (sm_budget(*c) + 2) / 3;
-    EPC_TRY(launch_reduce_and_pull(p, {sm_budget(*c), 0, 0, c->early}, s));
-    return 0;
-  }
-  if (half & kSend && expands && x->reduce == EP_REDUCE_PER_RANK) EPC_TRY(launch_reduce(c->expand[exchange][channel], sm_budget(*c), s));
+  const ExpandArgs& e = c->expand[exchange][channel];
   CombineArgs a{};
   a.domain = c->domain;
   a.exchange = *x;
@@ -152,31 +226,31 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   a.half = half;
   a.out_dtype = out_dtype;
   a.row_bytes = u32(x->at.y_row_bytes);
-  const u32 vectors = a.row_bytes / 16, budget = sm_budget(*c);
-  const u64 bytes = u64(tokens) * a.row_bytes;
-  const bool pull_bulk = c->config.pinned_plan ? c->config.pinned_plan == 2 : bytes >= kBulkPullBytes && bytes <= kBulkPullMost;
-  const bool bulk = half & kReceive && pull_bulk;
-  Shape shape{};
-  shape.early = c->early;
-  if (bulk) {
+  const bool both = half == (kSend | kReceive), sums = expands(*x) && x->reduce == EP_REDUCE_PER_RANK;
+  if (x->gpu.overlap && both && sm_budget(*c) > 1) {
     a.parts = 1;
-    shape.threads = kBulkWarps * 32;
-    shape.shared = kPullShared;
-    shape.grid = tokens < budget ? tokens : budget;
-  } else {
-    const u32 blocks_wanted = c->config.pinned_plan == 1 ? budget : budget * (c->early ? 2 : 1);
-    u32 parts = tokens ? blocks_wanted / tokens : 1;
-    parts = parts < 1 ? 1 : parts;
-    const u32 most = vectors / 128 ? vectors / 128 : 1;
-    a.parts = parts < most ? parts : most;
-    shape.threads = threads_for((vectors + a.parts - 1) / a.parts, 1024);
-    const u32 blocks = tokens * a.parts;
-    const u32 most_blocks = shape.threads <= 512 ? blocks_wanted : budget;  // two small blocks share an SM
-    shape.grid = blocks < most_blocks ? blocks : most_blocks / a.parts * a.parts;
+    const u32 pullers = share_of(sm_budget(*c), c->config.pinned_plan >> EPC_TUNE_PULLERS, 85);
+    EPC_TRY(launch_reduce_and_pull({a, e, pullers}, {sm_budget(*c), 0, 0, c->early}, s));
+    return 0;
   }
-  if (!shape.grid) shape.grid = a.parts;
-  if (!(half & kReceive)) shape = {1, 128, 0, c->early};
-  EPC_TRY(launch_combine(a, bulk, shape, s));
+  if (x->gpu.fused && x->gpu.sum_chunks && both && !(c->config.pinned_plan & EPC_TUNE_UNFUSED)) {
+    a.parts = x->gpu.sum_parts;
+    EPC_TRY(launch_fused_combine({a, e}, sum_shape(*c, *x), s));
+    return 0;
+  }
+  // Others may pull by units, which are told of with the outputs as a whole only where nothing is received with it.
+  const bool split = both && sums && x->gpu.sum_chunks;
+  if (half & kSend && sums) EPC_TRY(launch_reduce(e, sm_budget(*c), s));
+  if (half & kSend && !sums && x->combine_dtype == EP_FP8) EPC_TRY(launch_quantise(e, sm_budget(*c), s));
+  if (split) {
+    a.half = kSend;
+    EPC_TRY(launch_combine(a, false, pull_shape(*c, a, false), s));
+    a.half = kReceive;
+  }
+  const u64 bytes = u64(tokens) * a.row_bytes;
+  const bool pull_bulk = plan_of(*c) ? plan_of(*c) == 2 : bytes >= kBulkPullBytes && bytes <= kBulkPullMost;
+  const bool bulk = half & kReceive && pull_bulk && x->combine_dtype != EP_FP8;
+  EPC_TRY(launch_combine(a, bulk, pull_shape(*c, a, bulk), s));
   return 0;
 }
 
@@ -191,6 +265,7 @@ uint64_t epc_struct_size(const char* name) {
   if (!strcmp(name, "received")) return sizeof(epc_received);
   if (!strcmp(name, "dispatch_args")) return sizeof(epc_dispatch_args);
   if (!strcmp(name, "fault")) return sizeof(epc_fault);
+  if (!strcmp(name, "counts")) return sizeof(epc_counts);
   return 0;
 }
 
@@ -282,13 +357,41 @@ int epc_received_of(epc_context* c, uint32_t exchange, uint32_t channel, epc_rec
   out->weights = e.compact_weights ? e.compact_weights : reinterpret_cast<float*>(own + l.recv_weights);
   out->slot_counts = expanded ? reinterpret_cast<int32_t*>(own + l.slot_counts) : nullptr;
   out->slot_offsets = x->layout == EP_LAYOUT_CONTIGUOUS ? reinterpret_cast<int32_t*>(own + l.slot_offsets) : nullptr;
-  out->out = own + l.y;
-  out->rows_count = expanded ? l.expanded_rows : u64(c->domain.ranks) * l.source_rows;
+  const bool quantised = x->combine_dtype == EP_FP8, by_expert = expands(*x);
+  out->out = own + (quantised ? l.y_full : l.y);
+  out->out_dtype = quantised ? u32(EP_BF16) : x->combine_dtype;
+  out->rows_count = expanded ? l.expanded_rows : l.sources * l.source_rows;
+  out->id_rows = expanded && !by_expert ? l.expanded_rows : l.sources * l.source_rows;
+  out->places = by_expert ? reinterpret_cast<int32_t*>(own + l.expanded_of) : nullptr;
+  out->row_slots = x->layout == EP_LAYOUT_CONTIGUOUS ? reinterpret_cast<int32_t*>(own + l.row_slots) : nullptr;
+  out->arrivals = own + l.arrival;
+  out->scale_lead = l.scale_lead;
+  out->scale_columns = u32(l.scale_columns);
   out->source_rows = l.source_rows;
   out->row_bytes = l.row_bytes;
   out->scale_bytes = l.scale_bytes;
   out->out_rows = l.y_rows;
-  out->out_row_bytes = l.y_row_bytes;
+  out->out_row_bytes = quantised ? u64(c->domain.hidden) * 2 : l.y_row_bytes;
+  return 0;
+}
+
+int epc_wait_counts(epc_context* c, uint32_t exchange, uint32_t channel, epc_counts* out) {
+  Exchange* x = nullptr;
+  if (int bad = find(c, exchange, channel, &x)) return bad;
+  const u64 ticket = c->counted[exchange][channel];
+  if (!ticket)
+    return ep::fail(EP_EUSAGE, "exchange %u has no count to wait for: it needs cpu_sync and a dispatch that was not captured in a graph", exchange);
+  const volatile HostCounts& seen = c->record->counts[exchange][channel];
+  // The kernels before it end by arrival or by tearing; a device that has failed shows in the stream.
+  for (u64 asked = ep::now_ns(); seen.ticket < ticket;) {
+    const u64 now = ep::now_ns();
+    if (now - asked < 1'000'000) continue;
+    asked = now;
+    const cudaError_t status = cudaStreamQuery(c->count_stream);
+    if (status != cudaSuccess && status != cudaErrorNotReady) return check(status, "waiting for the count of a dispatch");
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  *out = {seen.rows, seen.arrived, u32(seen.torn), 0};
   return 0;
 }
 

@@ -7,6 +7,9 @@ namespace epc {
 namespace {
 
 constexpr u32 kThreads = 256;
+constexpr u32 kDoneWord = 4 + 2 * ep::kCellViews;  // Cell::done
+constexpr u32 kUndecided = ~0u, kFollow = ~1u;  // beside epc_step_status
+static_assert(sizeof(ep::Cell) == 8 * (kDoneWord + 1), "cells are written word by word");
 
 __device__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, u64 step) {
   return reinterpret_cast<ep::Cell*>(d.region(on) + d.cells + ((step & 1) * d.ranks + from) * d.cell_bytes);
@@ -24,6 +27,7 @@ __device__ void write_cell(const Domain& d, const Barrier& b, u32 to, u32 tokens
     store_relaxed(cell + 2, u64(d.state->incarnation) | u64(tokens) << 32);
     const u32 first = b.running.epoch ? 1 : 0;
     store_relaxed(cell + 3, u64(first + b.mine_count));
+    store_relaxed(cell + kDoneWord, first ? d.state->done : ~0ull);  // a joiner takes the others' word
     for (u32 i = 0; i < first + b.mine_count; ++i) {
       const Known& v = first && i == 0 ? b.running : b.mine[i - first];
       store_relaxed(cell + 4 + 2 * i, v.epoch);
@@ -58,6 +62,7 @@ __device__ void read_cell(const Domain& d, u32 from, u64 step, Seen* out) {
       if (lane == 0) {
         out->step = load_relaxed(cell + 1);
         out->views = views;
+        out->done = load_relaxed(cell + kDoneWord);
         out->incarnation = u32(words);
         out->tokens = u32(words >> 32);
         for (u32 i = 0; i < views; ++i) out->view[i] = {load_relaxed(cell + 4 + 2 * i), load_relaxed(cell + 5 + 2 * i)};
@@ -117,6 +122,14 @@ __device__ void send_cells(const Domain& d, const Barrier& b, u32 tokens) {
   }
 }
 
+// Notes the number of a later barrier, if whoever wrote it is known and alive.
+__device__ void note_later(const Domain& d, Barrier& b, u32 rank, u64 step, u32 inc) {
+  if (step <= b.step || threadIdx.x % 32 || b.dead[rank] >= inc) return;
+  bool known = b.running.epoch && b.running.incarnation[rank] == inc;
+  for (u32 i = 0; i < b.staged_count; ++i) known |= b.staged[i].incarnation[rank] == inc;
+  if (known) atomicMax(reinterpret_cast<unsigned long long*>(&b.higher), static_cast<unsigned long long>(step));
+}
+
 // Reads the cells for this barrier and looks for a later one.
 __device__ void read_cells(const Domain& d, Barrier& b, bool both) {
   const Rules rules{d, b};
@@ -127,24 +140,13 @@ __device__ void read_cells(const Domain& d, Barrier& b, bool both) {
       continue;
     }
     read_cell(d, r, b.step, seen);
-    bool later = seen->valid && seen->step > b.step;
-    // A member decides its own barrier before it follows a later one. What a joiner finds may be a cell to its predecessor.
-    const bool current = b.running.epoch && seen->valid && seen->step == b.step;
-    if (!later && both && !current) {
+    if (seen->valid) note_later(d, b, r, seen->step, seen->incarnation);
+    if (both) {
       // The other parity may hold the next barrier's cell.
       const u64* other = reinterpret_cast<const u64*>(cell_at(d, d.me, r, b.step + 1));
-      const u64 version = load_acquire(other);
-      const u64 step = load_relaxed(other + 1);
+      const u64 version = load_acquire(other), step = load_relaxed(other + 1);
       const u32 inc = u32(load_relaxed(other + 2));
-      const bool known = (b.running.epoch && b.running.incarnation[r] == inc) || [&] {
-        for (u32 i = 0; i < b.staged_count; ++i)
-          if (b.staged[i].incarnation[r] == inc) return true;
-        return false;
-      }();
-      if (version && !(version & 1) && step > b.step && known && threadIdx.x % 32 == 0)
-        atomicMax(reinterpret_cast<unsigned long long*>(&b.higher), static_cast<unsigned long long>(step));
-    } else if (later && threadIdx.x % 32 == 0) {
-      atomicMax(reinterpret_cast<unsigned long long*>(&b.higher), static_cast<unsigned long long>(seen->step));
+      if (version && !(version & 1)) note_later(d, b, r, step, inc);
     }
   }
 }
@@ -157,7 +159,7 @@ __device__ bool plain(const Domain& d, const Barrier& b, const Seen* c, u32 r) {
          c->view[0].digest == b.running.digest && b.dead[r] < inc;
 }
 
-__device__ void publish(const Domain& d, const Barrier& b, u32 status, u64 began) {
+__device__ void publish(const Domain& d, const Barrier& b, u32 status) {
   Record* record = d.record;
   const Rules rules{d, const_cast<Barrier&>(b)};
   const u32* incarnation = status == EPC_STEP_RUN || status == EPC_STEP_DOOMED ? d.state->incarnations : b.running.incarnation;
@@ -170,7 +172,7 @@ __device__ void publish(const Domain& d, const Barrier& b, u32 status, u64 began
     record->info.epoch = d.state->epoch;
     record->info.step = b.step;
     record->info.digest = d.state->digest;
-    record->info.barrier_ns = wall_ns() - began;
+    record->info.barrier_ns = wall_ns() - b.began;
     record->info.status = status;
     record->info.members = d.state->members;
     record->info.complete = 0;
@@ -215,97 +217,135 @@ __device__ void adopt(const Domain& d, const Barrier& b) {
   s->digest = view->digest;
 }
 
+// Thread 0: the number of this barrier, and what its cells say.
+__device__ void open_barrier(const Domain& d, Barrier& b, u32 tokens) {
+  State* s = d.state;
+  b.step = s->barrier + 1;
+  b.began = wall_ns();
+  b.deadline = b.began + d.step_timeout_ns;
+  b.higher = 0;
+  b.doomed = b.adopted = 0;
+  if (!s->epoch) found(d, s);
+  const Staged* v = d.staged + s->bank;
+  b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
+  b.staged_count = later_views(d, s->epoch, b.staged);
+  snapshot(s, b);
+  d.record->info.tokens[d.me] = tokens;
+  s->torn = 1;
+  s->tearing = 0;
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->sequence[c] = s->opened[c] = s->readers[c] = s->summed[c] = 0;
+  // The daemon shows a view with joiners to others when each of them has come to its first barrier.
+  if (!b.running.epoch) Waiter{d, kPhaseBarrier, 0, d.me, b.began}.record_wait();
+  fence_system();
+}
+
+// Whether somebody went on in a later view without this rank. Marks of earlier epochs were for an earlier incarnation.
+__device__ bool left_behind(const Domain& d, u64 epoch) {
+  const u8* leave = d.region(d.me) + d.leave;
+  for (u32 r = 0; r < d.ranks; ++r) {
+    const u64 mark = load_relaxed(reinterpret_cast<const u64*>(leave + r * sizeof(ep::Flag)));
+    if ((mark & 0xff) == ep::kLeaveExpelled && epoch && short(u16(mark >> 8) - u16(epoch)) > 0) return true;
+  }
+  return false;
+}
+
+// Thread 0, now and then while nothing is decided: what else ends the wait.
+__device__ u32 look_around(const Domain& d, const Barrier& b) {
+  const State* s = d.state;
+  if (load_relaxed(reinterpret_cast<const u32*>(&d.header->fenced)) >= s->incarnation || left_behind(d, b.running.epoch)) return EPC_STEP_EXPELLED;
+  const u64 now = wall_ns();
+  if (now > b.deadline) return EPC_STEP_TIMEOUT;
+  if (now - b.began > d.suspect_ns) Waiter{d, kPhaseBarrier, 0, b.who, b.began}.record_wait();
+  return kUndecided;
+}
+
+// One look at the cells: kUndecided, kFollow, or how the barrier ends.
+__device__ u32 try_decide(const Domain& d, Barrier& b, bool slow, bool both) {
+  Rules rules{d, b};
+  read_cells(d, b, both);
+  if (slow)
+    for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
+  __syncthreads();
+  bool ready = b.running.epoch && !b.staged_count;
+  for (u32 r = threadIdx.x; ready && r < d.ranks; r += kThreads) ready = plain(d, b, rules.seen(r), r);
+  const bool run = __syncthreads_and(ready);
+  if (threadIdx.x == 0) {
+    if (run) {
+      rules.settle(BarrierDecision::kRun, b.running.epoch, b.running.epoch);
+    } else {
+      b.staged_count = later_views(d, d.state->epoch, b.staged);
+      rules.decide();
+    }
+    b.status = b.kind == BarrierDecision::kRun ? (b.doomed ? EPC_STEP_DOOMED : EPC_STEP_RUN) : b.kind == BarrierDecision::kExpelled ? EPC_STEP_EXPELLED : kUndecided;
+    if (b.status == kUndecided && b.higher > b.step) b.status = kFollow;
+    if (b.status == kUndecided && slow) b.status = look_around(d, b);
+  }
+  __syncthreads();
+  return b.status;
+}
+
+// A later barrier is joined only where this one cannot be decided: a rank that is merely slower than others, in steps
+// without exchanges, must not skip it.
+__device__ void follow(const Domain& d, Barrier& b, u32 tokens) {
+  if (threadIdx.x == 0) {
+    b.step = b.higher;
+    b.staged_count = later_views(d, d.state->epoch, b.staged);
+    snapshot(d.state, b);
+  }
+  __syncthreads();
+  send_cells(d, b, tokens);
+}
+
+// Thread 0: what was decided becomes this rank's state.
+__device__ void conclude(const Domain& d, Barrier& b, u32 status) {
+  State* s = d.state;
+  const bool settled = status == EPC_STEP_RUN || status == EPC_STEP_DOOMED;
+  if (settled) adopt(d, b);
+  b.adopted = settled && b.epoch != s->mapped;
+  if (b.adopted) s->mapped = b.epoch;
+  if (status == EPC_STEP_RUN) {
+    const u64 least = Rules{d, b}.least_done(s->incarnations);
+    // All run the work after the least; who is ahead undoes its last one, and a joiner takes the others' word.
+    if (d.agreed && least != ~0ull && (least < s->done || !b.running.epoch)) s->done = least;
+    d.record->info.work = d.agreed ? s->done + 1 : 0;
+    d.record->info.settled = d.agreed ? s->done : 0;
+    s->torn = 0;
+  }
+  if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
+    const bool doomed = status == EPC_STEP_DOOMED;
+    d.record->fault = {b.step, s->epoch, u32(doomed ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED), kPhaseBarrier, 0, doomed ? b.who : d.me, 0, 0, 0, 0, 0, 0};
+  }
+}
+
+// The tables of the adopted view to their one place.
+__device__ void take_tables(const Domain& d, u64 epoch) {
+  const u32 entries = d.layers * d.experts, held = d.layers * d.slots;
+  const int4* from = reinterpret_cast<const int4*>(d.maps + epoch % EP_BANKS * entries);
+  for (u32 i = threadIdx.x; i < entries; i += kThreads) reinterpret_cast<int4*>(d.active)[i] = __ldcg(from + i);
+  for (u32 i = threadIdx.x; i < held; i += kThreads) d.slot_experts[i] = __ldcg(d.slot_banks + epoch % EP_BANKS * held + i);
+}
+
 __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
   __shared__ Barrier b;
   wait_for_previous_kernel();
-  State* s = d.state;
-  const u64 began = wall_ns();
   for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
   for (u32 i = threadIdx.x; d.count_loads && i < d.layers * d.experts; i += kThreads) d.pending[i] = 0;
-  if (threadIdx.x == 0) {
-    b.step = s->barrier + 1;
-    b.deadline = began + d.step_timeout_ns;
-    b.higher = 0;
-    b.doomed = b.adopted = 0;
-    if (!s->epoch) found(d, s);
-    const Staged* v = d.staged + s->bank;
-    b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
-    b.staged_count = later_views(d, s->epoch, b.staged);
-    snapshot(s, b);
-    d.record->info.tokens[d.me] = tokens;
-    s->torn = 1;
-    s->tearing = 0;
-    for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->sequence[c] = s->opened[c] = s->readers[c] = 0;
-    fence_system();
-  }
+  if (threadIdx.x == 0) open_barrier(d, b, tokens);
   __syncthreads();
-  Rules rules{d, b};
-  u32 status = EPC_STEP_RUN;
-  if (!b.running.epoch && !b.staged_count) status = EPC_STEP_NO_VIEW;
-  // The daemon shows a view with joiners to others when each of them has come to its first barrier.
-  if (!b.running.epoch && threadIdx.x == 0) Waiter{d, kPhaseBarrier, 0, d.me, began}.record_wait();
+  u32 status = b.running.epoch || b.staged_count ? kUndecided : EPC_STEP_NO_VIEW;
   // A joiner has no barrier of its own until it has seen one; alone in its view it opens the first.
-  if (status == EPC_STEP_RUN) send_cells(d, b, tokens);
-  for (u32 polls = 1; status == EPC_STEP_RUN; ++polls) {
+  if (status == kUndecided) send_cells(d, b, tokens);
+  for (u32 polls = 1; status == kUndecided || status == kFollow; ++polls) {
     __syncthreads();
     const bool slow = polls % 64 == 0;
-    read_cells(d, b, slow || polls == 1);
-    if (slow)
-      for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
-    __syncthreads();
-    if (b.higher > b.step) {
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        b.step = b.higher;
-        b.staged_count = later_views(d, s->epoch, b.staged);
-        snapshot(s, b);
-      }
-      __syncthreads();
-      send_cells(d, b, tokens);
-      continue;
-    }
-    const bool simple = b.running.epoch && !b.staged_count;
-    bool ready = simple;
-    for (u32 r = threadIdx.x; simple && r < d.ranks; r += kThreads) ready = ready && plain(d, b, rules.seen(r), r);
-    const bool run = __syncthreads_and(ready);
-    if (threadIdx.x == 0) {
-      if (run) {
-        rules.settle(BarrierDecision::kRun, b.running.epoch, b.running.epoch);
-      } else {
-        b.staged_count = later_views(d, s->epoch, b.staged);
-        rules.decide();
-        if (b.kind == BarrierDecision::kWait && slow) {
-          b.doomed = load_relaxed(reinterpret_cast<const u32*>(&d.header->fenced)) >= s->incarnation ? 2 : wall_ns() > b.deadline ? 3 : 0;
-          if (wall_ns() - began > d.suspect_ns) Waiter{d, kPhaseBarrier, 0, b.who, began}.record_wait();
-        }
-      }
-    }
-    __syncthreads();
-    if (b.kind == BarrierDecision::kRun) {
-      if (b.doomed) status = EPC_STEP_DOOMED;
-      break;
-    }
-    if (b.kind == BarrierDecision::kExpelled || b.doomed == 2) status = EPC_STEP_EXPELLED;
-    if (b.doomed == 3) status = EPC_STEP_TIMEOUT;
+    status = try_decide(d, b, slow, slow || polls == 1);
+    if (status == kFollow) follow(d, b, tokens);
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    if (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) adopt(d, b);
-    if (status == EPC_STEP_RUN) s->torn = 0;
-    b.adopted = (status == EPC_STEP_RUN || status == EPC_STEP_DOOMED) && b.epoch != s->mapped;
-    if (b.adopted) s->mapped = b.epoch;
-    if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
-      const u32 why = status == EPC_STEP_DOOMED ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED;
-      d.record->fault = {b.step, s->epoch, why, kPhaseBarrier, 0, status == EPC_STEP_DOOMED ? b.who : d.me};
-    }
-  }
+  if (threadIdx.x == 0) conclude(d, b, status);
   __syncthreads();
-  const u32 entries = d.layers * d.experts;
-  const int4* from = reinterpret_cast<const int4*>(d.maps + b.epoch % EP_BANKS * entries);
-  for (u32 i = threadIdx.x; b.adopted && i < entries; i += kThreads) reinterpret_cast<int4*>(d.active)[i] = __ldcg(from + i);
-  const u32 held = d.layers * d.slots;
-  for (u32 i = threadIdx.x; b.adopted && i < held; i += kThreads) d.slot_experts[i] = __ldcg(d.slot_banks + b.epoch % EP_BANKS * held + i);
-  publish(d, b, status, began);
+  if (b.adopted) take_tables(d, b.epoch);
+  publish(d, b, status);
 }
 
 // The last act of a step: it counts only if nothing was torn and nobody has left it.
@@ -342,6 +382,10 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
   *counter = *counter + 1;
   *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
   if (complete) d.record->complete_step = s->step;
+  // A step without exchanges is no work: it only settles the last one.
+  bool exchanged = false;
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) exchanged |= s->opened[c] != 0;
+  if (complete && d.agreed && exchanged) ++s->done;
   s->torn = 1;  // until the next barrier
   fence_system();
   store_relaxed(&d.record->ended, ++s->ended);

@@ -13,6 +13,18 @@ __device__ __forceinline__ void announce(const CombineArgs& a, const Now& now) {
   store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
 }
 
+// Everything is summed already: whoever waits for single units of it has them, too.
+__device__ __forceinline__ void announce_units(const CombineArgs& a, const Now& now) {
+  const Domain& d = a.domain;
+  const u32 units = a.exchange.gpu.sum_chunks * a.exchange.gpu.sum_parts;
+  if (blockIdx.x || a.half & kReceive) return;
+  for (u32 i = threadIdx.x; i < units * now.members; i += blockDim.x) {
+    const u32 g = d.state->member[i / units];
+    fence_system();
+    store_relaxed(reinterpret_cast<u64*>(d.region(g) + a.exchange.gpu.reduced) + u64(d.me) * units + i % units, now.tag);
+  }
+}
+
 __device__ __forceinline__ bool wait_ready(const CombineArgs& a, const Now& now) {
   const Domain& d = a.domain;
   bool ok = true;
@@ -36,8 +48,10 @@ __global__ void __launch_bounds__(Pull::kMaxThreads, Pull::kMinBlocks) combine_k
   // Only `torn` may still change.
   Now now = read_now(a.domain, x);
   wait_for_previous_kernel();
-  now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
+  // A step that is torn here has left a cell with everyone: a flag of it does no harm, and a healthy one goes out sooner.
   if (a.half & kSend) announce(a, now);
+  now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
+  if (a.half & kSend) announce_units(a, now);
   if (a.half & kReceive) count_exchange(a, now);
   if (__syncthreads_or(now.torn)) return;
   if (!(a.half & kReceive)) return;
@@ -71,6 +85,7 @@ cudaError_t start(const CombineArgs& a, bool bulk, const Shape& shape, cudaStrea
 
 cudaError_t load_combine() {
   return first_of({load(combine_kernel<PullRows<Fp32>>), load(combine_kernel<PullRows<Fp16>>), load(combine_kernel<PullRows<Bf16>>),
+                   load(combine_kernel<PullRows<Fp8>>),
                    load(combine_kernel<BulkPull<Fp32>>, kPullShared), load(combine_kernel<BulkPull<Fp16>>, kPullShared),
                    load(combine_kernel<BulkPull<Bf16>>, kPullShared)});
 }
@@ -80,6 +95,7 @@ cudaError_t launch_combine(const CombineArgs& a, bool bulk, const Shape& shape, 
     case EP_FP32: return start<Fp32>(a, bulk, shape, stream);
     case EP_FP16: return start<Fp16>(a, bulk, shape, stream);
     case EP_BF16: return start<Bf16>(a, bulk, shape, stream);
+    case EP_FP8: return launch(combine_kernel<PullRows<Fp8>>, a, shape, stream);
     default: return cudaErrorInvalidValue;
   }
 }

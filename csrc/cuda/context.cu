@@ -50,9 +50,7 @@ int epc_context::check_formats() const {
     if (ep::row_payload_bytes(x.dispatch_dtype, g.hidden) % 16)
       return ep::fail(EP_EINVAL, "exchange %u has rows of %llu bytes; on a GPU they must be a multiple of 16, change hidden %u", i,
                       static_cast<unsigned long long>(ep::row_payload_bytes(x.dispatch_dtype, g.hidden)), g.hidden);
-    if (x.combine_dtype > EP_BF16)
-      return ep::fail(EP_EINVAL, "exchange %u combines in dtype %u; on a GPU use fp32, fp16 or bf16", i, x.combine_dtype);
-    if (ep::row_payload_bytes(x.combine_dtype, g.hidden) % 16)
+    if ((ep::row_payload_bytes(x.combine_dtype, g.hidden) + ep::row_scale_bytes(x.combine_dtype, g.hidden)) % 16)
       return ep::fail(EP_EINVAL, "exchange %u has outputs that are no multiple of 16 bytes; change hidden %u", i, g.hidden);
   }
   return 0;
@@ -92,6 +90,8 @@ int epc_context::open_exchanges() {
       x.combine_dtype = from.combine_dtype;
       x.reduce = from.reduce;
       x.cap = from.max_tokens;
+      x.replicated = from.replicated;
+      x.scale_layout = from.scale_layout;
       x.rows_per_token = from.copies == EP_COPIES_PER_EXPERT ? g.topk : 1;
       x.masked_room = from.masked_room ? from.masked_room : g.max_ranks * from.max_tokens;
       if (int bad = allocate(&x.route, u64(from.max_tokens) * g.topk)) return bad;
@@ -101,6 +101,10 @@ int epc_context::open_exchanges() {
       const bool exact = from.layout == EP_LAYOUT_ARRIVAL && x.at.expanded_rows;
       if (x.at.expanded_rows)
         if (int bad = allocate(&e.relative, entries)) return bad;
+      if (from.layout == EP_LAYOUT_CONTIGUOUS) {
+        if (int bad = allocate(&e.dirty, x.at.expanded_rows)) return bad;
+        EPC_TRY(cudaMemset(e.dirty, 1, x.at.expanded_rows));  // whatever an earlier runner left in the region
+      }
       if (exact) {
         if (int bad = allocate(&e.compact_ids, entries)) return bad;
         if (int bad = allocate(&e.compact_weights, entries)) return bad;
@@ -122,7 +126,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = check_formats()) return bad;
   if (!driver()) return EP_EUSAGE;
   EPC_TRY(cudaSetDevice(int(config.device)));
-  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand(), load_overlap()}));
+  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand(), load_overlap(), load_fused(), load_replicated()}));
   if (int bad = open_memory(data_fd, header_fd)) return bad;
   int sm_count = 0;
   EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));
@@ -141,6 +145,8 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.hidden = g.hidden;
   d.layers = g.layers;
   d.count_loads = config.count_loads;
+  d.serve_lost = g.serve_lost;
+  d.agreed = g.agreed;
   d.leave = layout.base.leave;
   d.cells = layout.base.cells;
   d.cell_bytes = layout.base.cell_bytes;

@@ -30,6 +30,9 @@ struct epc_context {
   std::mutex staging;
   struct { epc::u64 epoch, digest; } held[EP_BANKS] = {};  // what `stage` wrote
   epc::u32 sms = 0, grid_cap = 0;
+  epc::u64 counted[EP_MAX_EXCHANGES][EP_MAX_CHANNELS] = {};  // tickets of dispatches with cpu_sync; 0: none
+  epc::u64 tickets = 0;
+  cudaStream_t count_stream = nullptr;  // of the last of them
   bool early = false;            // programmatic dependent launch
   int* slot_experts = nullptr;   // Domain::slot_experts
   ep::RobustHold hold;

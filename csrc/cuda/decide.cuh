@@ -9,7 +9,7 @@ using ep::BarrierDecision;
 
 // A consistent copy of a peer's cell, in scratch memory.
 struct Seen {
-  u64 step, views;
+  u64 step, views, done;
   ep::CellView view[ep::kCellViews];
   u32 incarnation, tokens, valid, pad;
   __device__ const u32* members(u32 i, u32 ranks) const { return reinterpret_cast<const u32*>(this + 1) + i * ranks; }
@@ -29,7 +29,7 @@ struct Known {
 };
 
 struct Barrier {
-  u64 step, deadline;
+  u64 step, began, deadline;
   Known running;
   Known staged[EP_BANKS], mine[EP_BANKS];  // staged by now; as written in my cell
   u32 staged_count, mine_count;
@@ -37,7 +37,7 @@ struct Barrier {
   u32 dead[kMaxRanks];
   BarrierDecision::Kind kind;
   u64 epoch, base;
-  u32 doomed, who, adopted;
+  u32 doomed, who, adopted, status;
 };
 
 __device__ inline u64 seen_bytes(u32 ranks) { return sizeof(Seen) + ep::kCellViews * ranks * 4; }
@@ -96,6 +96,13 @@ struct Rules {
     settle(BarrierDecision::kRun, epoch, base);
     for (u32 r = 0; r < d.ranks; ++r)
       if (r != d.me && members[r] && dead(r, members[r])) b.doomed = 1, b.who = r;
+  }
+  // Agreed completion: the least number of works complete on the members of `members` whose cells count; ~0: none does.
+  __device__ u64 least_done(const u32* members) const {
+    u64 least = ~0ull;
+    for (u32 r = 0; r < d.ranks; ++r)
+      if (const Seen* c = r != d.me && members[r] ? cell(r, members[r]) : nullptr; c && c->views && c->done < least) least = c->done;
+    return least;
   }
   // Whether all members of both the base and this view have staged it.
   __device__ bool staged_by_all(u64 v, const u32* base_members, const u32* members, bool joiner) const {

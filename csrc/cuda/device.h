@@ -27,9 +27,12 @@ struct GpuChannel {
   u64 arrival;  // [R][chunks] TaggedWord: tag, and which of the chunk's rows have come to the reader
   u64 early;    // [R][chunks] TaggedWord: the same, when the tails have come but the rows may not have (overlap.cu)
   u64 tails;    // [R][source_rows][K] TaggedWord: tag, and slot | weight << 32
-  u64 reduced;  // [R][chunks] u64 tag: that rank has summed its outputs for our rows of the chunk (overlap.cu)
+  u64 reduced;  // [R][units] u64 tag: that rank has summed its outputs for our rows of the unit (overlap.cu, fused.cu)
+  u64 heads;    // [R] TaggedWord: tag, and tokens, layer and global scale of the source (Head)
   u32 chunks;
   u32 overlap;  // 1: rows are expanded and outputs summed while others are on the link (overlap.cu)
+  u32 fused;    // 1: small batches are expanded by the kernel that receives them (fused.cu)
+  u32 sum_chunks, sum_parts;  // units of `reduced`: rows r % sum_chunks, and parts of their hidden size
 };
 
 // One expert's copies as dispatch looks them up: with one or two of them nothing else is read.
@@ -52,12 +55,14 @@ struct State {
   u32 member[kMaxRanks];          // members in ascending order
   u32 incarnations[kMaxRanks];
   u32 readers[EP_MAX_CHANNELS];   // blocks of the running combine that have read `sequence`
+  u32 summed[EP_MAX_CHANNELS];    // blocks of the running combine whose sums are done (overlap.cu, fused.cu)
   u32 tearing, expand_blocks, expand_round, pad;
   u64 barrier;                    // highest barrier number that was decided
   u64 digest;
   u64 mapped;                     // the view that Domain::active holds
   u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
   u64 begun, ended;               // barriers and step ends that have run
+  u64 done;                       // agreed completion: works complete here
 };
 
 // What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.
@@ -66,18 +71,23 @@ struct Staged {
   u32 incarnation[kMaxRanks];
 };
 
+struct HostCounts {
+  u64 ticket, rows, arrived, torn;
+};
+
 // Pinned host memory; the host reads it after the stream has come to it.
 struct Record {
   epc_step_info info;
   u64 complete_step;  // the highest step that was complete
   epc_fault fault;
   u64 begun, ended;   // barriers and step ends that have run; written last, so that whoever reads a new number sees the rest
+  HostCounts counts[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];
 };
 
 struct Domain {
   u8* base;      // rank r's data region begins at base + r * stride
   u64 stride;
-  u32 me, ranks, topk, experts, slots, hidden, layers, count_loads;
+  u32 me, ranks, topk, experts, slots, hidden, layers, count_loads, serve_lost, agreed;
   u64 leave, cells, cell_bytes, loads;
   u64 exchange_timeout_ns, step_timeout_ns, suspect_ns;
   long long monotonic_offset_ns;  // CLOCK_MONOTONIC - globaltimer
@@ -101,6 +111,7 @@ struct Exchange {
   ep::ChannelLayout at;
   GpuChannel gpu;
   u32 index, channel, copies, layout, dispatch_dtype, combine_dtype, reduce, cap, rows_per_token, masked_room;
+  u32 replicated, scale_layout;
   u32* route;  // own [cap][K] rank << 16 | slot, kNobody where nobody serves it
   float* route_weights;  // own [cap][K]
 };
@@ -114,6 +125,7 @@ struct DispatchArgs {
   const float* weights;
   u8* lost;
   u32 tokens, layer, ids_wide, half, row_bytes, block_lanes;
+  float global_scale;
 };
 
 struct CombineArgs {
@@ -129,7 +141,28 @@ struct ExpandArgs {
   int* relative;        // [R * source_rows][K] place inside the slot's run
   int* compact_ids;     // arrival with an exact count: ids and weights without gaps
   float* compact_weights;
-  u32 row_bytes, scale_bytes, early;
+  u8* dirty;            // contiguous: [expanded_rows] 1 = may hold something else than zeros
+  const u8* own;        // this rank's rows as the engine gave them; null: they lie where the others' do
+  u32 row_bytes, scale_bytes, early, layer;
 };
+
+// Small expanded batches in one kernel each way (fused.cu).
+struct FusedArgs {
+  DispatchArgs dispatch;
+  ExpandArgs expand;
+};
+struct FusedCombineArgs {
+  CombineArgs combine;
+  ExpandArgs expand;
+};
+
+// A pinned word per exchange and channel: what the host waits for with cpu_sync.
+struct CountArgs {
+  Domain domain;
+  Exchange exchange;
+  u64 ticket;
+  struct HostCounts* out;
+};
+
 
 }  // namespace epc

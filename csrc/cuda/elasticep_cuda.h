@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-enum { EPC_ABI_VERSION = 1 };
+enum { EPC_ABI_VERSION = 2 };
 
 /* Why a step was torn on this rank. */
 enum epc_why {
@@ -22,7 +22,11 @@ enum epc_why {
   EPC_WHY_PEER_DEAD = 4,
   EPC_WHY_FENCED = 5,
   EPC_WHY_TIMEOUT = 6,
-  EPC_WHY_ENGINE = 7      /* epc_tear */
+  EPC_WHY_ENGINE = 7,     /* epc_tear */
+  EPC_WHY_ROOM = 8,       /* `slot` gets `rows` rows and has `room`; repeating the step would end the same way */
+  EPC_WHY_LOST = 9,       /* no member holds `expert`, and the group does not serve without it */
+  EPC_WHY_IDS = 10,       /* an id that is neither -1 nor an expert: `expert` */
+  EPC_WHY_DISAGREE = 11   /* `rank` is at another layer, or brings another number of tokens of replicated input */
 };
 enum epc_step_status {
   EPC_STEP_RUN = 0,
@@ -35,6 +39,7 @@ enum epc_step_status {
 typedef struct epc_fault {
   uint64_t step, epoch;
   uint32_t why, phase, exchange, rank; /* phase: 1 barrier, 2 dispatch, 3 combine; rank: whom it is about */
+  uint32_t layer, expert, slot, rows, room, pad; /* where `why` names them */
 } epc_fault;
 
 typedef struct epc_step_info {
@@ -42,6 +47,7 @@ typedef struct epc_step_info {
   uint32_t status, members, complete, ended;
   uint32_t incarnation[EP_MAX_RANKS];
   uint32_t tokens[EP_MAX_RANKS];
+  uint64_t work, settled; /* agreed completion, as in ep_step_info; local: 0, 0 */
 } epc_step_info;
 
 typedef struct epc_config {
@@ -50,9 +56,19 @@ typedef struct epc_config {
   uint32_t ranks_on_device; /* ranks whose kernels share this GPU: grids are capped so that all make progress */
   uint32_t num_sms;         /* SMs that a kernel may take; 0 = the formula */
   uint32_t count_loads;     /* 1: count the load of every expert when a step completes */
-  uint32_t pinned_plan;     /* 0 automatic; 1 vector stores and loads; 2 bulk copies (measurements) */
+  uint32_t pinned_plan;     /* 0 automatic; 1 vector stores and loads; 2 bulk copies (measurements); bits of epc_tuning */
   uint32_t reserved[9];
 } epc_config;
+
+/* Above the plan in `pinned_plan`, for measurements: what a run on two cards compares. */
+enum epc_tuning {
+  EPC_TUNE_UNFUSED = 1 << 8,   /* small expanded batches as separate kernels */
+  EPC_TUNE_VIA_REGION = 1 << 9, /* large expanded batches: own rows take the way of the others' */
+  EPC_TUNE_WIDE = 1 << 10,     /* small batches: a thread per 16 bytes of a row in dispatch, instead of one per 32 */
+  EPC_TUNE_WIDE_SUMS = 1 << 11, /* the same where outputs are summed */
+  EPC_TUNE_PUSHERS = 16,       /* shift: of 256 blocks, how many keep the link busy in large expanded dispatches; 0: 64 */
+  EPC_TUNE_PULLERS = 24        /* shift: likewise in combines; 0: 85 */
+};
 
 typedef struct epc_context epc_context;
 
@@ -66,7 +82,21 @@ typedef struct epc_received {
   int32_t* slot_offsets;  /* contiguous: [slots + 1], else NULL */
   void* out;              /* where the expert kernel writes */
   uint64_t rows_count, source_rows, row_bytes, scale_bytes, out_rows, out_row_bytes;
+  int32_t* places;        /* contiguous, masked: [max_ranks * source_rows, topk] row of each pair, -1 = none */
+  int32_t* row_slots;     /* contiguous: [rows_count] local slot of each row, -1 = padding */
+  const void* arrivals;   /* [max_ranks] of 64 bytes: at 8 tokens, at 12 layer (u32), at 16 global scale (float) of each source */
+  uint64_t id_rows;       /* rows of ids, weights and places */
+  uint64_t scale_lead;    /* scale layouts other than rows, as in ep_received */
+  uint32_t scale_columns, out_dtype; /* out: the combine dtype, bf16 where that is fp8 */
 } epc_received;
+
+/* What a dispatch with cpu_sync delivered. */
+typedef struct epc_counts {
+  uint64_t rows;     /* exact rows: contiguous up to the end of the last run, arrival the rows that came */
+  uint64_t arrived;  /* rows that came */
+  uint32_t torn, pad;
+} epc_counts;
+
 
 typedef struct epc_dispatch_args {
   uint32_t exchange, channel, layer, tokens;
@@ -77,12 +107,14 @@ typedef struct epc_dispatch_args {
   const void* ids;        /* [tokens, topk] logical experts or -1 */
   const float* weights;   /* [tokens, topk] or NULL (ones) */
   uint8_t* lost;          /* [tokens] 1 = needs an expert without a live copy; or NULL */
+  float global_scale;     /* nvfp4: value = element * scale * this; 0 = 1 */
+  uint32_t pad;
 } epc_dispatch_args;
 
 /* Text of the last error of this thread. */
 EP_API const char* epc_last_error(void);
 EP_API uint32_t epc_abi_version(void);
-/* name: "config", "step_info", "received", "dispatch_args", "fault". 0 if unknown. */
+/* name: "config", "step_info", "received", "dispatch_args", "fault", "counts". 0 if unknown. */
 EP_API uint64_t epc_struct_size(const char* name);
 /* Devices of this host; EP_EUSAGE with the reason when there is no driver or no device. */
 EP_API int epc_device_count(uint32_t* count);
@@ -115,10 +147,14 @@ EP_API int epc_combine_send(epc_context* context, uint32_t exchange, uint32_t ch
 EP_API int epc_combine_recv(epc_context* context, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype,
                             void* stream);
 EP_API int epc_received_of(epc_context* context, uint32_t exchange, uint32_t channel, epc_received* out);
+/* Waits on the host for the exact count of the last dispatch of an exchange with cpu_sync; its kernels end by arrival or
+ * because the step is torn (out->torn). EP_EUSAGE: the exchange has no cpu_sync, nothing was dispatched, or the stream of
+ * the dispatch is being captured. */
+EP_API int epc_wait_counts(epc_context* context, uint32_t exchange, uint32_t channel, epc_counts* out);
 /* Tears the running step for all, in stream order. */
 EP_API int epc_tear(epc_context* context, void* stream);
 
-/* How rows move (epc_config.pinned_plan) and how many SMs a kernel may take, from the next launch on. */
+/* How rows move (epc_config.pinned_plan, with bits of epc_tuning) and how many SMs a kernel may take, from the next launch on. */
 EP_API int epc_tune(epc_context* context, uint32_t pinned_plan, uint32_t num_sms);
 
 /* The last barrier and step end that the stream has executed; the caller has synchronised the stream. */

@@ -2,12 +2,17 @@
 // place and copy after dispatch, one that sums a token's outputs before combine. All order is by (source, token, k), so
 // the same rows always land in the same places.
 #include "expand.cuh"
+#include "quantise.cuh"
 
 namespace epc {
 
 namespace {
 
 constexpr u32 kPlaceThreads = 1024;
+
+// Outputs travel as 1 x 128 fp8 with their scales behind them.
+__device__ __forceinline__ QuantFormat output_format() { return {EP_FP8, 8, false, 1.f}; }
+
 // Sum over the block of the counts before this thread, and of all.
 __device__ __forceinline__ u32 ordered_place(u32 mine, u32* warp_sums, u32* total) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -71,7 +76,7 @@ __global__ void __launch_bounds__(kPlaceThreads) place_kernel(const __grid_const
         a.relative[arrival ? e * k : e] = int(place++);
       }
     }
-    if (threadIdx.x == 0) reinterpret_cast<int*>(own + x.at.slot_counts)[run] = int(base);
+    if (threadIdx.x == 0) slot_counts(d, x)[run] = int(base);
   }
   let_next_kernel_start();
 }
@@ -84,12 +89,15 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
   if (__syncthreads_or(now.torn)) return;
-  u8* own = d.region(d.me);
-  run_offsets(d, x, offsets);
-  const u32 runs = runs_of(d, x);
-  if (blockIdx.x == 0 && x.layout == EP_LAYOUT_CONTIGUOUS)
-    for (u32 run = threadIdx.x; run <= runs; run += blockDim.x) reinterpret_cast<int*>(own + x.at.slot_offsets)[run] = int(offsets[run]);
+  const int* counts = slot_counts(d, x);
+  run_offsets(d, x, counts, offsets);
+  if (!runs_fit(a, counts, offsets, blockIdx.x == 0)) return;
   const u32 warps = gridDim.x * (blockDim.x / 32), vectors = a.row_bytes / 16;
+  if (x.layout == EP_LAYOUT_CONTIGUOUS) {
+    int* published = reinterpret_cast<int*>(d.region(d.me) + x.at.slot_offsets);
+    for (u32 run = threadIdx.x; blockIdx.x == 0 && run <= d.slots; run += blockDim.x) published[run] = int(offsets[run]);
+    label_rows(a, counts, offsets, blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, warps);
+  }
   const u32 parts = (vectors + kPartVectors - 1) / kPartVectors;
   const u64 items = total_rows(d, x) * parts;
   for (u64 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < items; item += warps) {
@@ -98,6 +106,102 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
     copy_part(a, row, part, offsets);
   }
   let_next_kernel_start();
+}
+
+// Outputs in bf16 to rows of fp8 that others read. A warp per 512 elements of a token: the sum of its outputs here.
+__global__ void __launch_bounds__(512) reduce_fp8_kernel(const __grid_constant__ ExpandArgs a) {
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  wait_for_previous_kernel();
+  const Now now = read_now(d, x);
+  if (__syncthreads_or(now.torn)) return;
+  u8* own = d.region(d.me);
+  const u32 lane = threadIdx.x % 32, pieces = (d.hidden + 511) / 512, warps = gridDim.x * (blockDim.x / 32);
+  for (u32 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < d.ranks * x.cap * pieces; item += warps) {
+    const u32 token = item / pieces, at = item % pieces * 512 + lane * 16, source = token / x.cap;
+    if (!(d.state->mask[source / 32] >> (source % 32) & 1)) continue;
+    const TokenOutputs t = outputs_of(a, token);
+    const u32 have = __ballot_sync(~0u, t.place >= 0);
+    if (!have) continue;
+    float acc[16] = {};
+    for (u32 bits = have; bits; bits &= bits - 1) {
+      const u32 from = __ffs(bits) - 1, place = __shfl_sync(~0u, u32(t.place), from);
+      const float w = __shfl_sync(~0u, t.weight, from);
+      if (at >= d.hidden) continue;
+      float v[16];
+      load16(reinterpret_cast<const __nv_bfloat16*>(own + x.at.y_full) + u64(place) * d.hidden + at, v);
+#pragma unroll
+      for (u32 i = 0; i < 16; ++i) acc[i] = fmaf(v[i], w, acc[i]);
+    }
+    const Quantised q = quantise16(acc, output_format());
+    u8* to = own + x.at.y_reduced + u64(token) * x.at.y_row_bytes;
+    if (at < d.hidden) store_quantised(to, to + d.hidden, at / 16, q, output_format());
+  }
+  let_next_kernel_start();
+}
+
+// A warp per arrived row: every output of it that is owed.
+__global__ void __launch_bounds__(512) quantise_kernel(const __grid_constant__ ExpandArgs a) {
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  wait_for_previous_kernel();
+  const Now now = read_now(d, x);
+  if (__syncthreads_or(now.torn)) return;
+  u8* own = d.region(d.me);
+  const u32 lane = threadIdx.x % 32, k = d.topk, warps = gridDim.x * (blockDim.x / 32);
+  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
+  const bool exact = !expands && x.at.expanded_rows;
+  for (u64 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < x.at.sources * x.at.source_rows; row += warps) {
+    const int id = lane < k ? reinterpret_cast<const int*>(own + x.at.recv_ids)[row * k + lane] : -1;
+    const u32 have = __ballot_sync(~0u, id >= 0);
+    if (!have) continue;
+    int place = -1;
+    if (x.at.expanded_rows && lane < k) place = reinterpret_cast<const int*>(own + x.at.expanded_of)[row * k + (exact ? 0 : lane)];
+    for (u32 bits = expands || per_expert ? have : have & -have; bits; bits &= bits - 1) {
+      const u32 choice = __ffs(bits) - 1;
+      u64 at = x.at.expanded_rows ? u64(u32(__shfl_sync(~0u, place, choice))) : row;
+      if (x.at.expanded_rows && at >= x.at.expanded_rows) continue;
+      if (!expands && per_expert) at = at * k + choice;
+      const u8* from = own + x.at.y_full + at * d.hidden * 2;
+      u8* to = own + x.at.y + at * x.at.y_row_bytes;
+      for (u32 e = lane * 16; e < (d.hidden + 511) / 512 * 512; e += 512) {
+        float v[16] = {};
+        if (e < d.hidden) load16(reinterpret_cast<const __nv_bfloat16*>(from) + e, v);
+        const Quantised q = quantise16(v, output_format());
+        if (e < d.hidden) store_quantised(to, to + d.hidden, e / 16, q, output_format());
+      }
+    }
+  }
+  let_next_kernel_start();
+}
+
+// The exact count for the host, when all that came before has run (cpu_sync).
+__global__ void __launch_bounds__(1024) count_kernel(const __grid_constant__ CountArgs c) {
+  const Domain& d = c.domain;
+  const Exchange& x = c.exchange;
+  wait_for_previous_kernel();
+  const u8* own = d.region(d.me);
+  const u32 torn = load_relaxed(&d.state->torn), k = d.topk;
+  __shared__ u32 arrived;
+  if (threadIdx.x == 0) arrived = 0;
+  __syncthreads();
+  const int* ids = reinterpret_cast<const int*>(own + x.at.recv_ids);
+  u32 mine = 0;
+  for (u64 row = threadIdx.x; !torn && row < total_rows(d, x); row += blockDim.x) {
+    bool come = false;
+    for (u32 j = 0; j < k; ++j) come |= ids[row * k + j] >= 0;
+    mine += come;
+  }
+  atomicAdd(&arrived, mine);
+  __syncthreads();
+  if (threadIdx.x) return;
+  const bool contiguous = x.layout == EP_LAYOUT_CONTIGUOUS;
+  const int rows = contiguous ? reinterpret_cast<const int*>(own + x.at.slot_offsets)[d.slots] : slot_counts(d, x)[0];
+  store_relaxed(&c.out->rows, torn ? 0ull : u64(u32(rows)));
+  store_relaxed(&c.out->arrived, u64(arrived));
+  store_relaxed(&c.out->torn, u64(torn != 0));
+  fence_system();
+  store_relaxed(&c.out->ticket, c.ticket);
 }
 
 // A warp per part of a token of any source: the weighted sum of its outputs here, in top-k order.
@@ -122,7 +226,8 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
 }  // namespace
 
 cudaError_t load_expand() {
-  return first_of({load(place_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>)});
+  return first_of({load(place_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>),
+                   load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel)});
 }
 
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
@@ -142,8 +247,13 @@ cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
     case EP_FP32: return launch(reduce_kernel<Fp32>, a, shape, stream);
     case EP_FP16: return launch(reduce_kernel<Fp16>, a, shape, stream);
     case EP_BF16: return launch(reduce_kernel<Bf16>, a, shape, stream);
+    case EP_FP8: return launch(reduce_fp8_kernel, a, shape, stream);
     default: return cudaErrorInvalidValue;
   }
 }
+
+cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream) { return launch(quantise_kernel, a, Shape{grid, 512, 0, a.early != 0}, stream); }
+
+cudaError_t launch_count(const CountArgs& a, cudaStream_t stream) { return launch(count_kernel, a, Shape{1, 1024, 0, false}, stream); }
 
 }  // namespace epc

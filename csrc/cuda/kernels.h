@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "device.h"
+#include "gpu_layout.h"
 
 namespace epc {
 
@@ -36,6 +37,16 @@ u64 barrier_scratch_bytes(u32 ranks);
 cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+// fp8 outputs of rows that are not summed here, and the exact count for the host.
+cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream);
+cudaError_t launch_count(const CountArgs& a, cudaStream_t stream);
+// Input that every rank has (replicated.cu).
+cudaError_t load_replicated();
+cudaError_t launch_replicated(const DispatchArgs& a, u32 grid, bool early, cudaStream_t stream);
+// Small expanded batches in one kernel each way (fused.cu).
+cudaError_t load_fused();
+cudaError_t launch_fused_dispatch(const FusedArgs& a, Payload payload, const Shape& shape, cudaStream_t stream);
+cudaError_t launch_fused_combine(const FusedCombineArgs& a, const Shape& shape, cudaStream_t stream);
 // The same for large batches, with the link busy all the while (overlap.cu).
 struct PushArgs {
   DispatchArgs dispatch;

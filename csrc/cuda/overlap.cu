@@ -12,11 +12,12 @@ namespace {
 constexpr u32 kThreads = 1024;
 
 // The targets of a chunk's rows as they were noted when the tails were sent.
-__device__ __forceinline__ void recall_targets(const DispatchArgs& a, const Chunk& c, ChunkTargets& out) {
+__device__ __forceinline__ void recall_targets(const DispatchArgs& a, const Chunk& c, bool skip_own, ChunkTargets& out) {
   const Domain& d = a.domain;
   const u32 lane = threadIdx.x % 32;
   for (u32 i = threadIdx.x / 32; i < c.rows; i += blockDim.x / 32) {
-    const u32 served = lane < d.topk ? a.exchange.route[u64(c.row(i)) * d.topk + lane] : kNobody;
+    u32 served = lane < d.topk ? a.exchange.route[u64(c.row(i)) * d.topk + lane] : kNobody;
+    if (skip_own && served >> 16 == d.me) served = kNobody;
     const Mask m = gather_mask(served, d.ranks);
     if (lane == 0) out.mask[i] = m;
   }
@@ -28,12 +29,25 @@ __device__ __forceinline__ void push_chunks(const PushArgs& p, const Now& now, u
   rows.attach(shared);
   for (u32 index = blockIdx.x; index < a.exchange.gpu.chunks; index += p.pushers) {
     const Chunk c = chunk_of(index, a.exchange.gpu.chunks, a.tokens);
-    recall_targets(a, c, targets);
+    rows.prefetch(a, c);
+    recall_targets(a, c, p.expand.own != nullptr, targets);
     __syncthreads();
     rows.push(a, c, targets);
     __syncthreads();
-    announce(a, now, c, targets, a.exchange.gpu.arrival);
+    announce(a, now, c, targets, a.exchange.gpu.arrival, 0, false);
     __syncthreads();
+  }
+}
+
+// Every part of some sources' rows of a chunk to its places. Of the others the first `skip` ranks after this one are left out.
+__device__ __forceinline__ void copy_chunk(const ExpandArgs& a, u32 chunk, u32 skip, u32 sources, const u32* offsets) {
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  const u32 rows = u32(x.at.source_rows), per = (rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
+  const u32 parts = (a.row_bytes / 16 + kPartVectors - 1) / kPartVectors, warps = blockDim.x / 32;
+  for (u32 item = threadIdx.x / 32; item < sources * per * parts; item += warps) {
+    const u32 part = item % parts, i = item / parts % per, source = (d.me + skip + item / parts / per) % d.ranks;
+    copy_part(a, u64(source) * rows + chunk + u64(i) * x.gpu.chunks, part, offsets);
   }
 }
 
@@ -41,12 +55,18 @@ __device__ __forceinline__ void expand_chunks(const PushArgs& p, const Now& now,
   const Domain& d = p.dispatch.domain;
   const Exchange& x = p.dispatch.exchange;
   u8* own = d.region(d.me);
-  const u32 rows = u32(x.at.source_rows), block = blockIdx.x - p.pushers, blocks = gridDim.x - p.pushers;
-  const u32 parts = (p.expand.row_bytes / 16 + kPartVectors - 1) / kPartVectors, warps = blockDim.x / 32;
-  run_offsets(d, x, offsets);
-  if (block == 0 && x.layout == EP_LAYOUT_CONTIGUOUS)
-    for (u32 run = threadIdx.x; run <= d.slots; run += blockDim.x) reinterpret_cast<int*>(own + x.at.slot_offsets)[run] = int(offsets[run]);
+  const u32 block = blockIdx.x - p.pushers, blocks = gridDim.x - p.pushers, warps = blockDim.x / 32;
+  const int* counts = slot_counts(d, x);
+  run_offsets(d, x, counts, offsets);
+  if (!runs_fit(p.expand, counts, offsets, block == 0)) return;
+  if (x.layout == EP_LAYOUT_CONTIGUOUS) {
+    for (u32 run = threadIdx.x; block == 0 && run <= d.slots; run += blockDim.x) reinterpret_cast<int*>(own + x.at.slot_offsets)[run] = int(offsets[run]);
+    label_rows(p.expand, counts, offsets, block * warps + threadIdx.x / 32, blocks * warps);
+  }
+  // Own rows need no link: they fill the time until the others' come.
+  const u32 skip = p.expand.own ? 1 : 0;
   for (u32 chunk = block; chunk < x.gpu.chunks; chunk += blocks) {
+    if (skip) copy_chunk(p.expand, chunk, 0, 1, offsets);
     bool ok = true;
     if (threadIdx.x < now.members) {
       TaggedWord got;
@@ -54,18 +74,14 @@ __device__ __forceinline__ void expand_chunks(const PushArgs& p, const Now& now,
       ok = wait_for(d, cell, now.tag, now.peer, kPhaseDispatch, x.index, &got);
     }
     if (__syncthreads_or(!ok)) return;
-    const u32 per = (rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
-    for (u32 item = threadIdx.x / 32; item < d.ranks * per * parts; item += warps) {
-      const u32 part = item % parts, i = item / parts % per, source = item / parts / per;
-      copy_part(p.expand, u64(source) * rows + chunk + u64(i) * x.gpu.chunks, part, offsets);
-    }
+    copy_chunk(p.expand, chunk, skip, d.ranks - skip, offsets);
   }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) push_and_expand_kernel(const __grid_constant__ PushArgs p) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ ChunkTargets targets;
-  BulkRows::begin(p.dispatch, shared);
+  BulkRows::begin(shared);
   wait_for_previous_kernel();
   const Now now = read_now(p.dispatch.domain, p.dispatch.exchange);
   if (__syncthreads_or(now.torn)) return;
@@ -96,6 +112,7 @@ __device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now)
       store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * x.gpu.chunks + chunk, now.tag);
     }
   }
+  announce_summed(p.combine, now, blocks);
 }
 
 template <class Element>

@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 output_row(const CombineArgs& a, u32 g, u32 token
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   const bool per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
-  const u64 source_row = u64(d.me) * x.at.source_rows + u64(token) * x.rows_per_token + (x.rows_per_token > 1 ? k : 0);
+  const u64 source_row = (x.replicated ? 0 : u64(d.me) * x.at.source_rows) + u64(token) * x.rows_per_token + (x.rows_per_token > 1 ? k : 0);
   if (!x.at.expanded_rows) return u32(per_expert ? source_row * d.topk + k : source_row);
   const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED;
   if (expands && !per_expert) return u32(u64(d.me) * x.cap + token);
@@ -65,6 +65,21 @@ __device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n
   }
 }
 
+// After a block's last unit: whoever is the last of `blocks` says that all outputs are ready, for those who wait for that.
+__device__ __forceinline__ void announce_summed(const CombineArgs& a, const Now& now, u32 blocks) {
+  const Domain& d = a.domain;
+  __syncthreads();
+  u32 last = 0;
+  if (threadIdx.x == 0) {
+    fence_system();
+    last = atomicAdd(&d.state->summed[a.exchange.channel], 1u) == blocks - 1;
+    if (last) d.state->summed[a.exchange.channel] = 0;
+  }
+  if (!__syncthreads_or(last) || threadIdx.x >= now.members) return;
+  fence_system();
+  store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
+}
+
 // Every block has read this exchange's number; the next kernel sees the next one.
 __device__ __forceinline__ void count_exchange(const CombineArgs& a, const Now& now) {
   if (threadIdx.x) return;
@@ -79,14 +94,14 @@ __device__ __forceinline__ void count_exchange(const CombineArgs& a, const Now& 
 // 16 bytes per thread, `kItems` of them at once, two rows of each in flight.
 template <class Element>
 struct PullRows {
-  static constexpr u32 kMaxThreads = 1024, kMinBlocks = 1, kItems = 2;
+  static constexpr u32 kMaxThreads = 1024, kMinBlocks = 1, kItems = Element::kScaled ? 1 : 2;
   static constexpr bool kBulk = false;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
 
   __device__ void pull(const CombineArgs& a, u32 first, u32 n, u32 stride, u32 part, const Owed& owed) {
     constexpr u32 kE = Element::kElements;
-    const u32 vectors = a.row_bytes / 16;
+    const u32 vectors = Element::kScaled ? a.domain.hidden / 16 : a.row_bytes / 16;
     const u32 begin = vectors * part / a.parts, width = vectors * (part + 1) / a.parts - begin;
     const u32 total = n * width;
     const u32 out_bytes = a.domain.hidden * (a.out_dtype == EP_FP32 ? 4 : 2);
@@ -103,7 +118,7 @@ struct PullRows {
       }
       for (u32 j = 0; j < most; j += 2) {
         int4 raw[kItems][2];
-        float weight[kItems][2];
+        float weight[kItems][2], scale[kItems][2];
 #pragma unroll
         for (u32 u = 0; u < kItems; ++u)
 #pragma unroll
@@ -111,11 +126,15 @@ struct PullRows {
             const u8* row = j + e < count[u] ? owed.row[token[u]][j + e] : nullptr;
             weight[u][e] = row ? owed.weight[token[u]][j + e] : 0.f;
             raw[u][e] = row ? load_stream(row + at[u] * 16) : make_int4(0, 0, 0, 0);
+            if constexpr (Element::kScaled) scale[u][e] = row ? *reinterpret_cast<const volatile float*>(row + a.domain.hidden + at[u] / 8 * 4) : 0.f;
           }
 #pragma unroll
         for (u32 u = 0; u < kItems; ++u)
 #pragma unroll
-          for (u32 e = 0; e < 2; ++e) Element::add(raw[u][e], weight[u][e], acc[u]);
+          for (u32 e = 0; e < 2; ++e) {
+            if constexpr (Element::kScaled) Element::add(raw[u][e], weight[u][e], scale[u][e], acc[u]);
+            else Element::add(raw[u][e], weight[u][e], acc[u]);
+          }
       }
 #pragma unroll
       for (u32 u = 0; u < kItems; ++u)

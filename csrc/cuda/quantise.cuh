@@ -48,55 +48,64 @@ __device__ __forceinline__ u32 pack_e4m3(const float* v, float by) {
   return u32(low) | u32(high) << 16;
 }
 
-// Scales: fp8 amax / 448 (fp32); mxfp8 the smallest power of two with amax / scale <= 448; nvfp4 amax / 6 rounded to
-// e4m3. A block of zeros has scale 1,
-// and so has one whose scale would be subnormal (as on the CPU).
-__device__ __forceinline__ Quantised quantise16(const float (&v)[16], u32 dtype, u32 lanes) {
-  float amax = 0.f;
+struct QuantFormat {
+  u32 dtype, lanes;    // lanes that share a scale
+  bool powers;         // fp8: scales are powers of two
+  float global_scale;  // nvfp4
+};
+
+// The largest absolute value of a block, as bits, which order like values. NaN counts as nothing, or in nvfp4 as most.
+__device__ __forceinline__ u32 largest_of(const float (&v)[16], const QuantFormat& f) {
+  u32 most = 0;
 #pragma unroll
-  for (float e : v) amax = fmaxf(amax, fabsf(e));
-  for (u32 step = lanes / 2; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  for (float e : v) {
+    const u32 bits = __float_as_uint(e) & 0x7fffffff;
+    if (f.dtype == EP_NVFP4 || bits <= 0x7f800000) most = max(most, bits);
+  }
+  for (u32 step = f.lanes / 2; step; step /= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+  return most;
+}
+
+// What cpu/quant.h says, in the same operations: every element and scale has the same bits as there.
+__device__ __forceinline__ Quantised quantise16(const float (&v)[16], const QuantFormat& f) {
+  const u32 most = largest_of(v, f);
   Quantised q{};
-  if (dtype == EP_NVFP4) {
-    const __nv_fp8_storage_t s = __nv_cvt_float_to_fp8(amax > 0.f ? amax / 6.f : 1.f, __NV_SATFINITE, __NV_E4M3);
-    const float scale = __half2float(__half(__nv_cvt_fp8_to_halfraw(s, __NV_E4M3)));
-    const float by = scale > 0.f ? 1.f / scale : 0.f;
+  if (f.dtype == EP_NVFP4) {
+    const bool finite = most < 0x7f800000;
+    const float wanted = most ? __uint_as_float(most) / 6.f / f.global_scale : 1.f;
+    // The format has no NaN of its own: the scale's makes a block with any value that is not finite NaN.
+    q.scale = finite ? u32(__nv_cvt_float_to_fp8(wanted, __NV_SATFINITE, __NV_E4M3)) : 0x7fu;
+    const float full = __half2float(__half(__nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t(q.scale), __NV_E4M3))) * f.global_scale;
+    const float by = full > 0.f ? 1.f / full : 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const u32 two = __nv_cvt_float2_to_fp4x2(make_float2(v[2 * j] * by, v[2 * j + 1] * by), __NV_E2M1, cudaRoundNearest);
-      q.data[j / 4] |= (two & 0xff) << (j % 4 * 8);
+      q.data[j / 4] |= (finite ? two & 0xff : 0u) << (j % 4 * 8);
     }
-    q.scale = s;
     return q;
   }
-  float scale = amax / 448.f;
+  float scale = __uint_as_float(most) / 448.f;
   if (!(scale >= 0x1p-126f)) scale = 1.f;  // zeros, and values whose inverse scale would overflow
-  q.scale = __float_as_uint(scale);
-  if (dtype == EP_MXFP8) {
-    u32 exponent = q.scale >> 23;
-    exponent += (q.scale & 0x7fffff) != 0;
-    exponent = exponent < 1 ? 1 : exponent;
-    scale = __uint_as_float(exponent << 23);
-    q.scale = exponent;
-  }
+  if (f.powers || f.dtype == EP_MXFP8) scale = __uint_as_float((__float_as_uint(scale) + 0x7fffff) >> 23 << 23);
+  q.scale = f.dtype == EP_MXFP8 ? __float_as_uint(scale) >> 23 : __float_as_uint(scale);
   const float by = 1.f / scale;
 #pragma unroll
   for (int j = 0; j < 4; ++j) q.data[j] = pack_e4m3(v + 4 * j, by);
   return q;
 }
 
-__device__ __forceinline__ void store_quantised(u8* row, u8* scales, u32 unit, const Quantised& q, u32 dtype, u32 lanes) {
-  if (dtype == EP_NVFP4) {
+__device__ __forceinline__ void store_quantised(u8* row, u8* scales, u32 unit, const Quantised& q, const QuantFormat& f) {
+  if (f.dtype == EP_NVFP4) {
     *reinterpret_cast<uint2*>(row + unit * 8) = make_uint2(q.data[0], q.data[1]);
     scales[unit] = u8(q.scale);
     return;
   }
   store_stream(row + unit * 16, make_int4(int(q.data[0]), int(q.data[1]), int(q.data[2]), int(q.data[3])));
-  if (unit % lanes) return;
-  if (dtype == EP_FP8)
-    reinterpret_cast<u32*>(scales)[unit / lanes] = q.scale;
+  if (unit % f.lanes) return;
+  if (f.dtype == EP_FP8)
+    reinterpret_cast<u32*>(scales)[unit / f.lanes] = q.scale;
   else
-    scales[unit / lanes] = u8(q.scale);
+    scales[unit / f.lanes] = u8(q.scale);
 }
 
 }  // namespace epc

@@ -12,10 +12,10 @@ __device__ __forceinline__ u32 split_point(u32 token, u32 rank, u32 layer, u64 s
   return (token * 2654435769u + u32(shift >> 32)) >> 16;
 }
 
-// rank << 16 | slot of the copy that serves `expert` of this token, or kNobody.
-__device__ __forceinline__ u32 serve(const Domain& d, const Now& now, const Copies& c, u32 layer, u32 expert, u32 token) {
+// rank << 16 | slot of the copy that serves `expert` of this token of rank `who`, or kNobody.
+__device__ __forceinline__ u32 serve(const Domain& d, const Now& now, const Copies& c, u32 layer, u32 expert, u32 token, u32 who) {
   if (c.count <= 1) return c.count ? c.first : kNobody;
-  const u32 point = split_point(token, d.me, layer, now.step);
+  const u32 point = split_point(token, who, layer, now.step);
   if (c.count == 2) return point < c.upto ? c.first : c.second;
   const u64 row = u64(now.bank) * d.layers + layer;
   const ep::Replica* list = d.replicas + row * d.ranks * d.slots + d.lists[row * d.experts + expert];

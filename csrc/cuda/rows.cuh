@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include "ptx.cuh"
 
@@ -10,6 +11,7 @@ namespace epc {
 // 16 bytes of a row as floats. kElements: how many.
 struct Fp32 {
   static constexpr u32 kElements = 4;
+  static constexpr bool kScaled = false;
   static __device__ __forceinline__ void add(const int4& raw, float w, float* acc) {
     acc[0] = fmaf(__int_as_float(raw.x), w, acc[0]);
     acc[1] = fmaf(__int_as_float(raw.y), w, acc[1]);
@@ -20,6 +22,7 @@ struct Fp32 {
 template <class T2>
 struct Pairs {
   static constexpr u32 kElements = 8;
+  static constexpr bool kScaled = false;
   static __device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
   static __device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
   static __device__ __forceinline__ void add(const int4& raw, float w, float* acc) {
@@ -34,6 +37,20 @@ struct Pairs {
 };
 using Fp16 = Pairs<__half2>;
 using Bf16 = Pairs<__nv_bfloat162>;
+// e4m3 with an fp32 scale per 128 elements behind the row; `w` holds weight and `s` the scale.
+struct Fp8 {
+  static constexpr u32 kElements = 16;
+  static constexpr bool kScaled = true;
+  static __device__ __forceinline__ void add(const int4& raw, float w, float s, float* acc) {
+    const __nv_fp8x2_storage_t* pair = reinterpret_cast<const __nv_fp8x2_storage_t*>(&raw);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 f = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair[j], __NV_E4M3)));
+      acc[2 * j] = fmaf(f.x * s, w, acc[2 * j]);
+      acc[2 * j + 1] = fmaf(f.y * s, w, acc[2 * j + 1]);
+    }
+  }
+};
 
 template <u32 N>
 __device__ __forceinline__ void store_sums(u8* out_row, u32 element, const float* acc, u32 dtype) {

@@ -44,7 +44,8 @@ __device__ __forceinline__ bool passed_by(u64 seen, u64 want) {
 }
 
 // Leave cells first, then a fence, then our own word: peers must learn of it before anything can look finished here.
-static __device__ __noinline__ void tear(const Domain& d, u32 phase, u32 exchange, u32 why, u32 rank) {
+static __device__ __noinline__ void tear(const Domain& d, u32 phase, u32 exchange, u32 why, u32 rank, u32 layer = 0, u32 expert = 0,
+                                         u32 slot = 0, u32 rows = 0, u32 room = 0) {
   State* s = d.state;
   if (atomicExch(&s->tearing, 1u) != 0) return;
   const u64 step = s->step;
@@ -55,6 +56,11 @@ static __device__ __noinline__ void tear(const Domain& d, u32 phase, u32 exchang
   f->exchange = exchange;
   f->why = why;
   f->rank = rank;
+  f->layer = layer;
+  f->expert = expert;
+  f->slot = slot;
+  f->rows = rows;
+  f->room = room;
   const u64 mark = ep::make_leave(step, s->epoch, ep::kLeaveTorn);
   for (u32 i = 0; i < s->members; ++i) {
     const u32 r = s->member[i];

@@ -50,7 +50,9 @@ class Arrived:
         weights: the same shape, float32.
         counts: int32 rows per slot (or one count of arrived rows).
         offsets: int32 [slots + 1].
-        out: [out rows, hidden] of the combine dtype.
+        places: int32 [source rows of all ranks, topk] row of each pair (contiguous, masked).
+        row_slots: int32 [rows] slot of each row (contiguous).
+        out: [out rows, hidden] of the combine dtype (bf16 where that is fp8).
     """
 
     rows: torch.Tensor
@@ -59,6 +61,8 @@ class Arrived:
     weights: torch.Tensor
     counts: torch.Tensor | None
     offsets: torch.Tensor | None
+    places: torch.Tensor | None
+    row_slots: torch.Tensor | None
     out: torch.Tensor
 
 
@@ -68,13 +72,18 @@ def arrived(context: native.CudaContext, exchange: int, channel: int = 0) -> Arr
     raw: Any = context.received(exchange, channel)
     config = g.exchange[exchange]
     dtype = TORCH_DTYPES[abi.Dtype(config.dispatch_dtype)]
-    out_dtype = TORCH_DTYPES[abi.Dtype(config.combine_dtype)]
-    entries = (g.max_ranks * raw.source_rows, g.topk)
+    out_dtype = TORCH_DTYPES[abi.Dtype(raw.out_dtype)]
+    sources = 1 if config.replicated else g.max_ranks
+    entries = (sources * raw.source_rows, g.topk)
     contiguous = config.layout == abi.RowLayout.CONTIGUOUS
+    offsets = row_slots = None
+    if contiguous:
+        offsets = over(raw.slot_offsets, (g.slots + 1,), torch.int32, device)
+        row_slots = over(raw.row_slots, (raw.rows_count,), torch.int32, device)
     one_run = config.layout == abi.RowLayout.ARRIVAL
     scales = None
     if raw.scales:
-        scales = over(raw.scales, (raw.rows_count, raw.scale_bytes), torch.uint8, device)
+        scales = _scales(raw, config, g.slots, device)
     counts = None
     if raw.slot_counts:
         counts = over(raw.slot_counts, (1 if one_run else g.slots,), torch.int32, device)
@@ -84,9 +93,20 @@ def arrived(context: native.CudaContext, exchange: int, channel: int = 0) -> Arr
         ids=over(raw.ids, entries, torch.int32, device),
         weights=over(raw.weights, entries, torch.float32, device),
         counts=counts,
-        offsets=over(raw.slot_offsets, (g.slots + 1,), torch.int32, device) if contiguous else None,
+        offsets=offsets,
+        places=over(raw.places, entries, torch.int32, device) if raw.places else None,
+        row_slots=row_slots,
         out=over(raw.out, (raw.out_rows, g.hidden), out_dtype, device),
     )
+
+
+def _scales(raw: Any, config: Any, slots: int, device: int) -> torch.Tensor:
+    """[rows, scale_bytes] uint8; other scale layouts [blocks, columns, lead] int32, as they lie."""
+    if not raw.scale_lead:
+        return over(raw.scales, (raw.rows_count, raw.scale_bytes), torch.uint8, device)
+    blocks = slots if config.layout == abi.RowLayout.MASKED else 1
+    shape = (blocks, raw.scale_columns, raw.scale_lead)
+    return over(raw.scales, shape, torch.int32, device)
 
 
 def dispatch_args(
@@ -98,6 +118,7 @@ def dispatch_args(
     weights: torch.Tensor,
     lost: torch.Tensor | None = None,
     channel: int = 0,
+    global_scale: float = 0.0,
 ) -> native.DispatchArgs:
     """Arguments of a dispatch; the tensors must live until it has run."""
     return native.DispatchArgs(
@@ -112,4 +133,5 @@ def dispatch_args(
         ids=ids.data_ptr(),
         weights=weights.data_ptr(),
         lost=lost.data_ptr() if lost is not None else None,
+        global_scale=global_scale,
     )

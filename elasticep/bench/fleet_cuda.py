@@ -37,6 +37,7 @@ class FleetSpec:
         seats: seats[p] are the ranks of process p.
         num_sms: SMs that a kernel may take; 0 means the formula.
         plan: how rows move.
+        tuning: other ways of doing the same, in measurements.
         exchange_timeout_ms: a wait this long tears the step.
         step_timeout_ms: a barrier this long gives up.
         ranks_on_device: ranks that run on a GPU at the same time; 0 means all that are there.
@@ -47,6 +48,7 @@ class FleetSpec:
     seats: tuple[tuple[int, ...], ...]
     num_sms: int = 0
     plan: native.Plan = native.Plan.AUTOMATIC
+    tuning: native.Tuning = native.Tuning.NONE
     exchange_timeout_ms: int = 10_000
     step_timeout_ms: int = 30_000
     ranks_on_device: int = 0
@@ -324,6 +326,7 @@ def _member(connection: Connection, channel: socket.socket) -> Iterator[Member]:
             plan=spec.plan,
         )
         contexts[rank] = native.CudaContext(geometry, config, data_fd, header_fd)
+        contexts[rank].tune(spec.plan, spec.num_sms, spec.tuning)
         for peer, fd in fds.items():
             if peer != rank:
                 contexts[rank].map_peer(peer, fd)

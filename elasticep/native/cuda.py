@@ -24,12 +24,14 @@ from elasticep import errors
 from elasticep.native import abi
 from elasticep.native.cuda_structs import (
     Config,
+    Counts,
     DispatchArgs,
     Fault,
     Plan,
     Received,
     StepInfo,
     StepStatus,
+    Tuning,
     Why,
 )
 from elasticep.native.library import cuda as load_cuda
@@ -38,6 +40,7 @@ __all__ = [
     "ABI_VERSION",
     "Config",
     "ContextConfig",
+    "Counts",
     "CudaContext",
     "DispatchArgs",
     "Fault",
@@ -46,6 +49,7 @@ __all__ = [
     "StepInfo",
     "StepResult",
     "StepStatus",
+    "Tuning",
     "Why",
     "api",
     "check",
@@ -54,7 +58,7 @@ __all__ = [
     "region_bytes",
 ]
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 
 
 _SIZED: Final[dict[str, type[Structure]]] = {
@@ -63,6 +67,7 @@ _SIZED: Final[dict[str, type[Structure]]] = {
     "received": Received,
     "dispatch_args": DispatchArgs,
     "fault": Fault,
+    "counts": Counts,
 }
 
 _CONTEXT: Final = c_void_p
@@ -91,6 +96,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epc_combine_send": (c_int, (_CONTEXT, c_uint32, c_uint32, _STREAM)),
     "epc_combine_recv": (c_int, _COMBINE),
     "epc_received_of": (c_int, (_CONTEXT, c_uint32, c_uint32, POINTER(Received))),
+    "epc_wait_counts": (c_int, (_CONTEXT, c_uint32, c_uint32, POINTER(Counts))),
     "epc_tune": (c_int, (_CONTEXT, c_uint32, c_uint32)),
     "epc_tear": (c_int, (_CONTEXT, _STREAM)),
     "epc_step_result": (c_int, (_CONTEXT, POINTER(StepInfo), POINTER(Fault))),
@@ -183,6 +189,8 @@ class StepResult:
         complete: the step ended and counts.
         fault: of the last torn step; `fault.step` tells which.
         barrier_ns: time the barrier took, in nanoseconds.
+        work: agreed completion: the work that this step runs (1, 2, ...); local: 0.
+        settled: agreed completion: the last work that may be released.
         digest: of the view.
     """
 
@@ -195,6 +203,8 @@ class StepResult:
     fault: Fault
     barrier_ns: int
     digest: int = 0
+    work: int = 0
+    settled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,9 +384,21 @@ class CudaContext:
         """Enqueue tearing the running step for all."""
         check(api().epc_tear(self._context, stream), self._what)
 
-    def tune(self, plan: Plan = Plan.AUTOMATIC, num_sms: int = 0) -> None:
+    def wait_counts(self, exchange: int, channel: int = 0) -> Counts:
+        """Wait on the host for the exact count of the last dispatch of an exchange with cpu_sync.
+
+        Raises:
+            UsageError: the exchange has none, or its dispatch was captured in a graph.
+        """
+        out = Counts()
+        check(api().epc_wait_counts(self._context, exchange, channel, out), self._what)
+        return out
+
+    def tune(
+        self, plan: Plan = Plan.AUTOMATIC, num_sms: int = 0, tuning: Tuning = Tuning.NONE
+    ) -> None:
         """How rows move and how many SMs a kernel may take, from the next launch on."""
-        check(api().epc_tune(self._context, int(plan), num_sms), self._what)
+        check(api().epc_tune(self._context, int(plan) | int(tuning), num_sms), self._what)
 
     def result(self) -> StepResult:
         """The last step the stream has executed; synchronise the stream first."""
@@ -393,6 +415,8 @@ class CudaContext:
             complete=bool(info.complete),
             fault=fault,
             barrier_ns=info.barrier_ns,
+            work=info.work,
+            settled=info.settled,
             digest=info.digest,
         )
 

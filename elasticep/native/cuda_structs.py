@@ -1,7 +1,7 @@
 """Enums and structures of `csrc/cuda/elasticep_cuda.h`, in its order, for ctypes."""
 
 import enum
-from ctypes import Structure, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_uint32, c_uint64, c_void_p
 
 from elasticep.native import abi
 
@@ -17,6 +17,10 @@ class Why(enum.IntEnum):
     FENCED = 5
     TIMEOUT = 6
     ENGINE = 7
+    ROOM = 8
+    LOST = 9
+    IDS = 10
+    DISAGREE = 11
 
 
 class StepStatus(enum.IntEnum):
@@ -37,6 +41,16 @@ class Plan(enum.IntEnum):
     BULK = 2
 
 
+class Tuning(enum.IntFlag):
+    """`enum epc_tuning`: other ways of doing the same, added to a `Plan` in measurements."""
+
+    NONE = 0
+    UNFUSED = 1 << 8
+    VIA_REGION = 1 << 9
+    WIDE = 1 << 10
+    WIDE_SUMS = 1 << 11
+
+
 class Fault(Structure):
     """`epc_fault`."""
 
@@ -47,6 +61,12 @@ class Fault(Structure):
         ("phase", c_uint32),
         ("exchange", c_uint32),
         ("rank", c_uint32),
+        ("layer", c_uint32),
+        ("expert", c_uint32),
+        ("slot", c_uint32),
+        ("rows", c_uint32),
+        ("room", c_uint32),
+        ("pad", c_uint32),
     )
 
 
@@ -64,6 +84,8 @@ class StepInfo(Structure):
         ("ended", c_uint32),
         ("incarnation", c_uint32 * abi.MAX_RANKS),
         ("tokens", c_uint32 * abi.MAX_RANKS),
+        ("work", c_uint64),
+        ("settled", c_uint64),
     )
 
 
@@ -100,6 +122,24 @@ class Received(Structure):
         ("scale_bytes", c_uint64),
         ("out_rows", c_uint64),
         ("out_row_bytes", c_uint64),
+        ("places", c_void_p),
+        ("row_slots", c_void_p),
+        ("arrivals", c_void_p),
+        ("id_rows", c_uint64),
+        ("scale_lead", c_uint64),
+        ("scale_columns", c_uint32),
+        ("out_dtype", c_uint32),
+    )
+
+
+class Counts(Structure):
+    """`epc_counts`: what a dispatch with `cpu_sync` delivered."""
+
+    _fields_ = (
+        ("rows", c_uint64),
+        ("arrived", c_uint64),
+        ("torn", c_uint32),
+        ("pad", c_uint32),
     )
 
 
@@ -118,4 +158,6 @@ class DispatchArgs(Structure):
         ("ids", c_void_p),
         ("weights", c_void_p),
         ("lost", c_void_p),
+        ("global_scale", c_float),
+        ("pad", c_uint32),
     )

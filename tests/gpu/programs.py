@@ -25,6 +25,7 @@ class Seat:
     generator: torch.Generator
     slot_expert: torch.Tensor  # [layers, slots] of this rank
     factors: torch.Tensor  # [experts, hidden]: expert e multiplies a row by factors[e]
+    batches: int = 0  # that it has brought
 
 
 def weighted_placement(g: abi.Geometry, ranks: list[int]) -> tuple[list[int], list[int]]:
@@ -79,6 +80,8 @@ def decode_rows(a: Arrived, dtype: abi.Dtype, hidden: int) -> torch.Tensor:
         return a.rows.float()
     assert a.scales is not None
     n = a.rows.shape[0]
+    if a.scales.dim() == 3:
+        return a.rows.float() * column_scales(a.scales, dtype, n, hidden)
     if dtype == abi.Dtype.FP8:
         scale = a.scales.view(torch.float32).repeat_interleave(128, 1)
         return a.rows.float() * scale
@@ -91,12 +94,49 @@ def decode_rows(a: Arrived, dtype: abi.Dtype, hidden: int) -> torch.Tensor:
     return values[codes] * scale
 
 
+def column_scales(scales: torch.Tensor, dtype: abi.Dtype, rows: int, hidden: int) -> torch.Tensor:
+    """Scales of [blocks, columns, lead] words for every element, float32 [rows, hidden]."""
+    block = 128 if dtype == abi.Dtype.FP8 else 32
+    words = scales[..., : rows // scales.shape[0]].transpose(1, 2).reshape(rows, -1)
+    if words.shape[1] == hidden // block:  # fp32 columns
+        return words.contiguous().view(torch.float32).repeat_interleave(block, 1)
+    powers = words.contiguous().view(torch.uint8)[:, : hidden // block]
+    return torch.exp2(powers.float() - 127).repeat_interleave(block, 1)
+
+
+def check_layout(a: Arrived, room: int) -> None:
+    """Counts, labels, places and padding of the layouts by expert agree."""
+    assert a.counts is not None
+    assert a.places is not None
+    ids, places = a.ids.long(), a.places.long()
+    assert torch.equal(places >= 0, ids >= 0)
+    used = places[places >= 0]
+    assert used.unique().numel() == used.numel()
+    slots = a.counts.numel()
+    assert torch.equal(torch.bincount(ids[ids >= 0], minlength=slots), a.counts.long())
+    if a.offsets is None:
+        assert torch.equal(places[places >= 0] // room, ids[ids >= 0])
+        return
+    assert a.row_slots is not None
+    end = int(a.offsets[slots])
+    labels = torch.full((a.rows.shape[0],), -1, device=ids.device)
+    labels[used] = ids[ids >= 0]
+    assert torch.equal(labels, a.row_slots.long())
+    padding = a.rows[:end][a.row_slots[:end] < 0]
+    assert not padding.view(torch.uint8).any(), "what pads a run is not zero"
+    # Rows of a slot are in the order of source, token and top-k.
+    order = torch.argsort(ids[ids >= 0], stable=True)
+    assert bool((used[order].diff()[ids[ids >= 0][order].diff() == 0] == 1).all())
+
+
 def run_experts(seat: Seat, exchange: int, layer: int) -> None:
     """The toy expert kernel: reads what arrived in any layout and writes what is owed."""
     g = seat.context.geometry
     config = g.exchange[exchange]
     a = arrived(seat.context, exchange)
     a.out.fill_(float("nan"))  # rows that are not owed must never be read
+    if config.layout in (abi.RowLayout.CONTIGUOUS, abi.RowLayout.MASKED):
+        check_layout(a, config.masked_room or g.max_ranks * config.max_tokens)
     per_expert = config.reduce == abi.Reduce.PER_EXPERT
     rows = decode_rows(a, abi.Dtype(config.dispatch_dtype), g.hidden)
     of_slot = seat.slot_expert[layer]
@@ -145,6 +185,9 @@ def new_batch(seat: Seat, exchange: int, tokens: int, spread: float = 1.0) -> Ba
     dtype = abi.Dtype(config.dispatch_dtype)
     x_dtype = TORCH_DTYPES[dtype] if dtype in FLOATS else torch.bfloat16
     device = seat.factors.device
+    if config.replicated:  # the same on every rank
+        seat.generator.manual_seed(seat.batches)
+    seat.batches += 1
     x = torch.randn(tokens, g.hidden, device=device, generator=seat.generator) * spread
     scores = torch.rand(tokens, g.experts, device=device, generator=seat.generator)
     ids = scores.topk(g.topk, -1)[1]
@@ -152,7 +195,8 @@ def new_batch(seat: Seat, exchange: int, tokens: int, spread: float = 1.0) -> Ba
         drop = torch.rand(tokens, g.topk, device=device, generator=seat.generator) < 0.05
         ids = torch.where(drop, -1, ids)
     weights = torch.rand(tokens, g.topk, device=device, generator=seat.generator)
-    out_dtype = TORCH_DTYPES[abi.Dtype(config.combine_dtype)]
+    back = abi.Dtype(config.combine_dtype)
+    out_dtype = TORCH_DTYPES[back if back in FLOATS else abi.Dtype.BF16]
     out = torch.full((tokens, g.hidden), float("nan"), dtype=out_dtype, device=device)
     return Batch(x.to(x_dtype), ids, weights, out)
 
@@ -182,7 +226,33 @@ def x_dtype_of(config: Any) -> abi.Dtype:
     return dtype if dtype in FLOATS else abi.Dtype.BF16
 
 
-def one_step(member: Member, plan: list[tuple[int, list[int]]]) -> dict[str, Any]:
+def send(seat: Seat, args: native.DispatchArgs, halves: int) -> None:
+    """A dispatch, or its first half: halves 1 on even ranks, 2 on all."""
+    half = "send" if seat.rank % 2 < halves else "both"
+    seat.context.dispatch(args, seat.stream.cuda_stream, half=half)
+
+
+def receive(seat: Seat, args: native.DispatchArgs, halves: int) -> None:
+    """The second half, where there was a first."""
+    if seat.rank % 2 < halves:
+        seat.context.dispatch(args, seat.stream.cuda_stream, half="receive")
+
+
+def check_count(seat: Seat, exchange: int) -> None:
+    """What the host is told with cpu_sync is what lies in device memory."""
+    config = seat.context.geometry.exchange[exchange]
+    if not config.cpu_sync:
+        return
+    a, told = arrived(seat.context, exchange), seat.context.wait_counts(exchange)
+    cell = a.offsets[-1] if a.offsets is not None else a.counts[0]
+    assert (told.torn, told.rows) == (0, int(cell)), (told.torn, told.rows, int(cell))
+    if a.offsets is None:
+        assert told.arrived == told.rows
+    else:
+        assert told.arrived == int((a.ids >= 0).any(1).sum())
+
+
+def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0) -> dict[str, Any]:
     """A step of the exchanges of `plan`: (exchange, tokens of each rank). All ranks of this
     process are enqueued before anything waits, since their kernels wait for each other.
     """
@@ -199,16 +269,27 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]]) -> dict[str, Any
         dtype = x_dtype_of(g.exchange[exchange])
         for seat, b in zip(seats, batches, strict=True):
             args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
-            seat.context.dispatch(args, seat.stream.cuda_stream)
+            send(seat, args, halves)
+        if halves:
+            for seat, b in zip(seats, batches, strict=True):
+                args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
+                receive(seat, args, halves)
         torch.cuda.synchronize()
         for seat in seats:
+            check_count(seat, exchange)
             run_experts(seat, exchange, layer)
         torch.cuda.synchronize()
-        out_dtype = abi.Dtype(g.exchange[exchange].combine_dtype)
+        back = abi.Dtype(g.exchange[exchange].combine_dtype)
+        out_dtype = back if back in FLOATS else abi.Dtype.BF16
         for seat, b in zip(seats, batches, strict=True):
             out = b.out.data_ptr() if b.out.numel() else 0
             stream = seat.stream.cuda_stream
-            seat.context.combine(exchange, 0, b.x.shape[0], out, out_dtype, stream)
+            if seat.rank % 2 < halves:
+                seat.context.combine(exchange, 0, 0, 0, out_dtype, stream, half="send")
+                half = "receive"
+            else:
+                half = "both"
+            seat.context.combine(exchange, 0, b.x.shape[0], out, out_dtype, stream, half=half)
         torch.cuda.synchronize()
         for seat, b in zip(seats, batches, strict=True):
             e = error_of(seat, b)
@@ -228,11 +309,14 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]]) -> dict[str, Any
 
 
 def steps(
-    member: Member, plans: list[list[tuple[int, list[int]]]], weighted: bool = False
+    member: Member,
+    plans: list[list[tuple[int, list[int]]]],
+    weighted: bool = False,
+    halves: int = 0,
 ) -> list[dict[str, Any]]:
-    """Several steps after each other."""
+    """Several steps after each other; halves: see `send`."""
     seats_of(member, weighted=weighted)
-    return [one_step(member, plan) for plan in plans]
+    return [one_step(member, plan, halves) for plan in plans]
 
 
 def loads(member: Member) -> int:

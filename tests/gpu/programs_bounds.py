@@ -10,3 +10,5 @@ BOUNDS = {
     abi.Dtype.MXFP8: 4e-2,
     abi.Dtype.NVFP4: 2e-1,
 }
+FP8_OUTPUTS = 5e-2
+"""The same where outputs come back in fp8."""

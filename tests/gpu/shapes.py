@@ -3,6 +3,7 @@
 from elasticep.native import abi
 
 D, L, C, R = abi.Dtype, abi.RowLayout, abi.Copies, abi.Reduce
+S = abi.ScaleLayout
 
 
 def exchange(
@@ -13,6 +14,10 @@ def exchange(
     combine: abi.Dtype | None = None,
     reduce: abi.Reduce = R.PER_RANK,
     cpu_sync: bool = False,
+    replicated: bool = False,
+    scales: abi.ScaleLayout = S.ROWS,
+    masked_room: int = 0,
+    channels: int = 1,
 ) -> abi.ExchangeConfig:
     """One exchange; the combine dtype follows the dispatch dtype where that is a float."""
     back = combine if combine is not None else dispatch if dispatch <= D.BF16 else D.BF16
@@ -24,7 +29,10 @@ def exchange(
         reduce=int(reduce),
         cpu_sync=int(cpu_sync),
         max_tokens=cap,
-        channels=1,
+        channels=channels,
+        masked_room=masked_room,
+        replicated=int(replicated),
+        scale_layout=int(scales),
     )
 
 
@@ -36,6 +44,7 @@ def geometry(
     topk: int = 4,
     layers: int = 2,
     slots: int = 0,
+    **options: int,
 ) -> bytes:
     """A group for `ranks` seats; slots default to one copy of every expert and two spare."""
     g = abi.Geometry(
@@ -47,6 +56,7 @@ def geometry(
         max_ranks=ranks,
         exchanges=len(exchanges),
         launch=int(abi.Launch.INLINE),
+        **options,
     )
     for i, x in enumerate(exchanges):
         g.exchange[i] = x

@@ -13,7 +13,7 @@ from tests.gpu.shapes import PRESETS, exchange, geometry
 
 pytestmark = pytest.mark.timeout(180)
 PROGRAMS = "tests.gpu.programs"
-NAMES = list(PRESETS)
+DTYPES = list(abi.Dtype)
 
 
 def places(ranks: int) -> dict[str, Any]:
@@ -21,6 +21,11 @@ def places(ranks: int) -> dict[str, Any]:
     gpus = min(native.device_count(), ranks, 2)
     seats = tuple(tuple(r for r in range(ranks) if r % gpus == p) for p in range(gpus))
     return {"devices": tuple(range(gpus)), "seats": seats}
+
+
+def one_card(ranks: int) -> dict[str, Any]:
+    """All ranks in one process on the first GPU."""
+    return {"devices": (0,), "seats": (tuple(range(ranks)),)}
 
 
 def fleet(shape: bytes, ranks: int, **options: Any) -> Fleet:
@@ -34,8 +39,8 @@ def judge(results: list[Any], bound: float) -> None:
         for step in result:
             assert step["complete"], step
             for index, error in step["errors"].items():
-                assert math.isfinite(error), (NAMES[index], step)
-                assert error < bound, (NAMES[index], error)
+                assert math.isfinite(error), (index, step)
+                assert error < bound, (index, error)
 
 
 def all_presets(cap: int, dtype: abi.Dtype) -> list[abi.ExchangeConfig]:
@@ -47,6 +52,42 @@ def sweep(ranks: int, cap: int) -> list[list[tuple[int, list[int]]]]:
     uneven = [(cap - 1) * (r + 1) % (cap + 1) for r in range(ranks)]
     batches = [[cap] * ranks, [0] * ranks, [1] * ranks, uneven, [0] * (ranks - 1) + [cap]]
     return [[(i, tokens) for i in range(len(PRESETS))] for tokens in batches]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [128, 4096])
+def test_every_preset_format_and_size(ranks: int, dtype: abi.Dtype, cap: int) -> None:
+    """Presets x formats x tokens x ranks; several ranks of one GPU make progress together."""
+    sizes = [0, 1, 63, 64, 128] if cap == 128 else [0, 4096]
+    small = {"hidden": 512, "experts": 16, "topk": 3}
+    shape = geometry(ranks, all_presets(cap, dtype), **small)
+    plans = [[(i, [n] * ranks) for i in range(len(PRESETS))] for n in sizes]
+    plans.append([(i, [sizes[(r + i) % len(sizes)] for r in range(ranks)]) for i in range(8)])
+    limits = {"exchange_timeout_ms": 10_000, "step_timeout_ms": 20_000}
+    with Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits)) as f:
+        judge(f.run(f"{PROGRAMS}:steps", 150.0, plans=plans), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cap", [64, 1024])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_send_and_receive_halves(ranks: int, cap: int, halves: int) -> None:
+    """On every rank, and on some while the others take the whole kernels."""
+    shape = geometry(ranks, all_presets(cap, abi.Dtype.BF16), hidden=4096, experts=16)
+    plans = [[(i, [n, *range(1, ranks)]) for i in range(len(PRESETS))] for n in (cap, 0)]
+    with fleet(shape, ranks) as f:
+        judge(f.run(f"{PROGRAMS}:steps", plans=plans, halves=halves), BOUNDS[abi.Dtype.BF16])
+
+
+@pytest.mark.parametrize("tuning", [native.Tuning.UNFUSED, native.Tuning.VIA_REGION])
+def test_other_ways_of_expanding(tuning: native.Tuning) -> None:
+    kinds = ("low_latency", "expand_masked", "expand_sync", "expand_per_expert")
+    shapes = [exchange(cap, **PRESETS[k]) for k in kinds for cap in (64, 1024)]
+    plans = [[(i, [64, 33]) for i in range(8)], [(i, [1000, 7]) for i in range(1, 8, 2)]]
+    shape = geometry(2, shapes, hidden=4096, experts=16)
+    with fleet(shape, 2, tuning=tuning) as f:
+        judge(f.run(f"{PROGRAMS}:steps", plans=plans), BOUNDS[abi.Dtype.BF16])
 
 
 @pytest.mark.parametrize("dtype", [abi.Dtype.BF16, abi.Dtype.FP16, abi.Dtype.FP32])

@@ -37,6 +37,7 @@ uint64_t epc_struct_size(const char* name) {
   if (!strcmp(name, "step_info")) return sizeof(epc_step_info);
   if (!strcmp(name, "received")) return sizeof(epc_received);
   if (!strcmp(name, "dispatch_args")) return sizeof(epc_dispatch_args);
+  if (!strcmp(name, "counts")) return sizeof(epc_counts);
   return !strcmp(name, "fault") ? sizeof(epc_fault) : 0;
 }
 int epc_region_create(const ep_geometry* g, uint32_t device) {

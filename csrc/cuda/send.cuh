@@ -1,0 +1,218 @@
+// Routing the rows of a block's chunks, pushing them, and saying so. Blocks push everything before they wait.
+#pragma once
+#include "push.cuh"
+#include "quantise.cuh"
+
+namespace epc {
+
+// The layer's map of experts to copies: in shared memory when it fits.
+constexpr u32 kMapEntries = 1024;
+
+struct SendShared {
+  ChunkTargets targets;
+  int4 map[kMapEntries];
+};
+
+// What a warp needs to route a row; asked for before anything is known, so that one trip to memory brings the step's
+// state, the ids and the map.
+struct Ahead {
+  long long id;
+  float weight;
+};
+
+__device__ __forceinline__ Ahead read_routing(const DispatchArgs& a, const Chunk& c, u32 i) {
+  const u32 lane = threadIdx.x % 32;
+  Ahead r{-1, 0.f};
+  if (i >= c.rows || lane >= a.domain.topk) return r;
+  const u64 at = u64(c.row(i) / a.exchange.rows_per_token) * a.domain.topk + lane;
+  r.id = a.ids_wide ? __ldg(static_cast<const long long*>(a.ids) + at) : __ldg(static_cast<const int*>(a.ids) + at);
+  r.weight = a.weights ? __ldg(a.weights + at) : 1.f;
+  return r;
+}
+
+// The next two rows of a warp.
+struct AheadRows {
+  Ahead first, second;
+  __device__ __forceinline__ void fetch(const DispatchArgs& a, const Chunk& c) {
+    const u32 warp = threadIdx.x / 32;
+    first = read_routing(a, c, warp);
+    second = read_routing(a, c, warp + blockDim.x / 32);
+  }
+};
+
+// The copy that serves this lane's expert. `bad`: the step cannot go on; its reason is in the fault record.
+__device__ __forceinline__ u32 serve_lane(const DispatchArgs& a, const Now& now, long long id, const Copies* map, u32 token, u32 who, bool& lost,
+                                          bool& bad) {
+  const Domain& d = a.domain;
+  if (id >= 0 && id < d.experts) {
+    const u32 served = serve(d, now, map[u32(id)], a.layer, u32(id), token, who);
+    lost = served == kNobody;
+    if (lost && !d.serve_lost) bad = true, tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_LOST, d.me, a.layer, u32(id));
+    return served;
+  }
+  if (id != -1) bad = true, tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_IDS, d.me, a.layer, u32(id));
+  return kNobody;
+}
+
+// A warp per row: who serves its experts, where they are noted for combine, and the tails to every target. False: torn.
+__device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& now, const Chunk& c, AheadRows& ahead, const Copies* map,
+                                            ChunkTargets& out) {
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
+  bool bad = false;
+  for (u32 i = threadIdx.x / 32; i < c.rows; i += warps) {
+    const u32 row = c.row(i), token = row / x.rows_per_token, only = row % x.rows_per_token;
+    const Ahead mine = ahead.first;
+    ahead.first = ahead.second;
+    ahead.second = read_routing(a, c, i + 2 * warps);
+    const u64 at = u64(token) * k + lane;
+    const bool first = x.rows_per_token == 1 || only == 0;
+    bool lost = false;
+    u32 served = serve_lane(a, now, mine.id, map, token, d.me, lost, bad);
+    if (d.count_loads && first && (served != kNobody || lost)) atomicAdd(d.pending + u64(a.layer) * d.experts + u32(mine.id), 1u);
+    if (lane < k && first) {
+      x.route[at] = served;
+      x.route_weights[at] = mine.weight;
+    }
+    const bool any_lost = __any_sync(~0u, lost);
+    if (a.lost && lane == 0) a.lost[token] = any_lost;
+    if (x.rows_per_token > 1 && lane != only) served = kNobody;
+    Mask m = gather_mask(served, d.ranks);
+    if (x.copies == EP_COPIES_ALL)
+      for (u32 w = 0; w < kMaskWords; ++w) m.word[w] = d.state->mask[w];
+    if (lane == 0) out.mask[i] = m;
+    const u64 tail = x.gpu.tails + ((u64(d.me) * x.at.source_rows + row) * k + lane) * sizeof(TaggedWord);
+    if (lane < k)
+      m.each([&](u32 g) {
+        const u32 slot = served != kNobody && served >> 16 == g ? served & 0xffff : kNobody;
+        store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + tail), {now.tag, slot | u64(__float_as_uint(mine.weight)) << 32});
+      });
+  }
+  return !bad;
+}
+
+// Tails only: the rows follow in a kernel of their own (overlap.cu).
+struct NoRows {
+  static constexpr u32 kMaxThreads = 512;
+  static constexpr bool kEarly = true;
+  static __device__ __forceinline__ void begin(u8*) {}
+  __device__ __forceinline__ void attach(u8*) {}
+  __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
+  __device__ __forceinline__ void abandon() {}
+  __device__ __forceinline__ void push(const DispatchArgs&, const Chunk&, const ChunkTargets&) {}
+};
+
+// Quantised on the way: a lane holds 16 elements; 8, 2 or 1 lanes share a scale.
+template <class T>
+struct QuantisedRows {
+  static constexpr u32 kMaxThreads = 512;
+  static constexpr bool kEarly = false;
+  static __device__ __forceinline__ void begin(u8*) {}
+  __device__ __forceinline__ void attach(u8*) {}
+  __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
+  __device__ __forceinline__ void abandon() {}
+  __device__ __forceinline__ void push(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {
+    const Domain& d = a.domain;
+    const ep::ChannelLayout& l = a.exchange.at;
+    const QuantFormat format{a.exchange.dispatch_dtype, a.block_lanes, a.exchange.scale_layout == EP_SCALES_PACKED, a.global_scale};
+    const u32 units = d.hidden / 16, whole = (units + 31) / 32 * 32;
+    for (u32 i = 0; i < c.rows; ++i) {
+      const u32 row = c.row(i);
+      const u64 at = u64(d.me) * l.source_rows + row;
+      const Mask m = t.mask[i];
+      for (u32 u = threadIdx.x; u < whole; u += blockDim.x) {
+        const bool in = u < units;
+        float v[16];
+        if (in)
+          load16(reinterpret_cast<const T*>(a.x) + u64(row / a.exchange.rows_per_token) * d.hidden + u * 16, v);
+        else
+          for (float& e : v) e = 0.f;
+        const Quantised q = quantise16(v, format);
+        if (!in) continue;
+        m.each([&](u32 g) {
+          u8* region = d.region(g);
+          store_quantised(region + l.rows + at * a.row_bytes, region + l.scales + at * l.scale_bytes, u, q, format);
+        });
+      }
+    }
+  }
+};
+
+// All that a block sends in a dispatch. `now` is filled. False: the step is torn. cells: where each chunk is announced;
+// more: a second place for the same words, or 0.
+template <class Payload>
+__device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, SendShared& s, Now& now, u64 cells, u64 more) {
+  const Domain& d = a.domain;
+  const Exchange& x = a.exchange;
+  const u32 rows = a.tokens * x.rows_per_token;
+  Payload payload;
+  Payload::begin(shared);
+  payload.attach(shared);
+  Chunk c = chunk_of(blockIdx.x, x.gpu.chunks, rows);
+  const Copies* map = d.active + u64(a.layer) * d.experts;
+  wait_for_previous_kernel();
+  AheadRows ahead;
+  if (a.half & kSend) {
+    ahead.fetch(a, c);
+    payload.prefetch(a, c);
+    if (d.experts <= kMapEntries && c.rows) {
+      for (u32 e = threadIdx.x; e < d.experts; e += blockDim.x) s.map[e] = reinterpret_cast<const int4*>(map)[e];
+      map = reinterpret_cast<const Copies*>(s.map);
+    }
+  }
+  now = read_now(d, x);
+  if (__syncthreads_or(now.torn)) {
+    payload.abandon();
+    return false;
+  }
+  if (!(a.half & kSend)) return true;
+  if (blockIdx.x == 0 && threadIdx.x == 0) d.state->opened[x.channel] = now.sequence + 1;
+  for (;;) {
+    const bool routed = route_chunk(a, now, c, ahead, map, s.targets);
+    if (__syncthreads_or(!routed)) {
+      payload.abandon();
+      return false;
+    }
+    payload.push(a, c, s.targets);
+    __syncthreads();
+    announce(a, now, c, s.targets, cells, more, true);
+    const u32 following = c.index + gridDim.x;
+    if (following >= x.gpu.chunks) return true;
+    c = chunk_of(following, x.gpu.chunks, rows);
+    ahead.fetch(a, c);
+    payload.prefetch(a, c);
+    __syncthreads();
+  }
+}
+
+// What a tail says; what an absent or unknown row says is never believed.
+__device__ __forceinline__ void note_tail(const DispatchArgs& a, u64 at, bool here, const TaggedWord& tail) {
+  const Exchange& x = a.exchange;
+  u8* own = a.domain.region(a.domain.me);
+  const bool valid = here && u32(tail.word) < a.domain.slots;
+  reinterpret_cast<int*>(own + x.at.recv_ids)[at] = valid ? int(u32(tail.word)) : -1;
+  reinterpret_cast<float*>(own + x.at.recv_weights)[at] = valid ? __uint_as_float(u32(tail.word >> 32)) : 0.f;
+}
+
+// What a source says of its whole dispatch, beside the word of its first chunk.
+__device__ __forceinline__ const TaggedWord* head_of(const DispatchArgs& a, u32 source) {
+  return reinterpret_cast<const TaggedWord*>(a.domain.region(a.domain.me) + a.exchange.gpu.heads) + source;
+}
+__device__ __forceinline__ void write_arrival(const DispatchArgs& a, u32 source, u32 tokens, u32 layer, float global_scale) {
+  auto arrival = reinterpret_cast<ep::Arrival*>(a.domain.region(a.domain.me) + a.exchange.at.arrival) + source;
+  arrival->tokens = tokens;
+  arrival->layer = layer;
+  arrival->global_scale = global_scale;
+}
+// False: it is at another layer, and the step is torn.
+__device__ __forceinline__ bool note_head(const DispatchArgs& a, const Now& now, u32 source, TaggedWord head) {
+  if (head.tag != now.tag) head = load_relaxed(head_of(a, source));
+  const u32 tokens = head_tokens(head.word), layer = head_layer(head.word);
+  write_arrival(a, source, tokens, layer, __uint_as_float(u32(head.word >> 32)));
+  if (layer == a.layer && tokens <= a.exchange.cap) return true;
+  tear(a.domain, kPhaseDispatch, a.exchange.index, EPC_WHY_DISAGREE, source, layer, 0, 0, tokens);
+  return false;
+}
+
+}  // namespace epc

@@ -1,0 +1,262 @@
+"""What the children of a fleet run to look at single rules: bits, refusals, works, barriers."""
+
+import random
+from typing import Any
+
+import torch
+
+from elasticep.bench.device_cuda import TORCH_DTYPES, arrived, dispatch_args
+from elasticep.bench.fleet_cuda import Member, uniform_placement
+from elasticep.native import abi
+from tests.gpu.programs import FLOATS, Seat, new_batch, run_experts, seats_of
+
+
+def odd_rows(tokens: int, hidden: int) -> torch.Tensor:
+    """float32 rows with every kind of block: zeros, tiny, huge, NaN, infinities, plain."""
+    generator = torch.Generator("cpu").manual_seed(3)
+    x = torch.randn(tokens, hidden, generator=generator)
+    blocks = x.view(tokens, hidden // 128, 128)
+    blocks[0, 0] = 0.0
+    blocks[1, 0] *= 1e-39
+    blocks[2, 0] *= 1e35
+    blocks[3, 0, 5] = float("nan")
+    blocks[4, 0, 7] = float("inf")
+    blocks[5, 0, 9] = -float("inf")
+    blocks[6] *= torch.logspace(-8, 8, 128)
+    return x
+
+
+def quantised_bits(member: Member, dtype: int, packed: bool, global_scale: float) -> dict[str, Any]:
+    """Own rows as they arrive against what the CPU plane makes of them."""
+    (seat,) = seats_of(member)
+    g = seat.context.geometry
+    x = odd_rows(16, g.hidden).to(seat.factors.device)
+    ids = torch.zeros(16, g.topk, dtype=torch.int64, device=x.device)
+    weights = torch.ones(16, g.topk, device=x.device)
+    stream = seat.stream.cuda_stream
+    seat.context.step_begin(16, stream)
+    args = dispatch_args(0, 0, x, abi.Dtype.FP32, ids, weights, global_scale=global_scale)
+    torch.cuda.synchronize()
+    seat.context.dispatch(args, stream)
+    torch.cuda.synchronize()
+    a = arrived(seat.context, 0)
+    assert a.scales is not None
+    rows = a.rows.view(torch.uint8)[:16].cpu()
+    host = x.cpu().contiguous()
+    want = torch.zeros_like(rows)
+    want_scales = torch.zeros(16, g.hidden // 16 * 4, dtype=torch.uint8)
+    code = abi.api().ep_quantise(
+        0, dtype, int(packed), host.data_ptr(), int(abi.Dtype.FP32), 16, g.hidden,
+        global_scale or 1.0, want.data_ptr(), want_scales.data_ptr(),
+    )  # fmt: skip
+    abi.check(code, "quantise")
+    per_row = {abi.Dtype.FP8: g.hidden // 32, abi.Dtype.MXFP8: g.hidden // 32}.get(
+        abi.Dtype(dtype), g.hidden // 16
+    )
+    want_scales = want_scales.flatten()[: 16 * per_row].view(16, per_row)
+    scales = a.scales.cpu()
+    if packed:  # exponents of 128 elements each, four to a word
+        want_scales = (want_scales.view(torch.int32) >> 23).to(torch.uint8)
+        scales = scales[0, :, :16].t().clone(memory_format=torch.contiguous_format)
+        scales = scales.view(16, -1).view(torch.uint8)
+    if dtype != abi.Dtype.NVFP4:  # a NaN may have either sign
+        rows = torch.where((rows & 0x7F) == 0x7F, 0x7F, rows)
+        want = torch.where((want & 0x7F) == 0x7F, 0x7F, want)
+    arrival = seat.context.received(0).arrivals
+    return {
+        "rows": int((rows != want).sum()),
+        "scales": int((scales[:16] != want_scales).sum()),
+        "arrival": arrival is not None,
+    }
+
+
+def tear_with(member: Member, exchange: int, what: str, tokens: int = 8) -> list[dict[str, Any]]:
+    """One dispatch that cannot go on, for the reason `what`; the fault of each rank, and a
+    whole step after it."""
+    seats = seats_of(member)
+    g = member.spec.shape()
+    for seat in seats:
+        seat.context.step_begin(tokens, seat.stream.cuda_stream)
+    batches = []
+    for seat in seats:
+        b = new_batch(seat, exchange, tokens + (seat.rank if what == "tokens" else 0))
+        if what == "repeat":
+            b.ids.fill_(1)
+        elif what == "id" and seat.rank == 0:
+            b.ids[3, 1] = g.experts + 4
+        elif what == "lost":
+            b.ids[2, 0] = g.experts - 1
+        batches.append(b)
+    torch.cuda.synchronize()
+    for seat, b in zip(seats, batches, strict=True):
+        layer = seat.rank % g.layers if what == "layer" else 0
+        args = dispatch_args(exchange, layer, b.x, x_dtype(g, exchange), b.ids, b.weights)
+        seat.context.dispatch(args, seat.stream.cuda_stream)
+    for seat, b in zip(seats, batches, strict=True):
+        stream = seat.stream.cuda_stream
+        out = b.out.data_ptr()
+        seat.context.combine(exchange, 0, b.x.shape[0], out, x_dtype(g, exchange), stream)
+        seat.context.step_end(stream)
+    torch.cuda.synchronize()
+    faults = []
+    for seat in seats:
+        result = seat.context.result()
+        names = ("why", "rank", "layer", "expert", "slot", "rows", "room")
+        faults.append({n: int(getattr(result.fault, n)) for n in names})
+        faults[-1]["complete"] = result.complete
+    return faults
+
+
+def x_dtype(g: abi.Geometry, exchange: int) -> abi.Dtype:
+    """Dtype of the engine's rows."""
+    dtype = abi.Dtype(g.exchange[exchange].dispatch_dtype)
+    return dtype if dtype in FLOATS else abi.Dtype.BF16
+
+
+def without_last_expert(member: Member) -> None:
+    """Stages a first view in which nobody holds the last expert."""
+    g = member.spec.shape()
+    ranks = member.spec.ranks()
+    experts, weights = uniform_placement(g, ranks)
+    weights = [0 if e == g.experts - 1 else w for e, w in zip(experts, weights, strict=True)]
+    experts = [-1 if e == g.experts - 1 else e for e in experts]
+    for context in member.contexts.values():
+        context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
+    member.notes["seats"] = [
+        Seat(
+            rank,
+            context,
+            torch.cuda.Stream(),
+            torch.Generator(f"cuda:{member.device}").manual_seed(rank),
+            torch.tensor(experts, device="cuda").view(g.layers, g.max_ranks, g.slots)[:, rank],
+            torch.ones(g.experts, g.hidden, device="cuda"),
+        )
+        for rank, context in member.contexts.items()
+    ]
+
+
+def agreed_works(member: Member) -> list[tuple[int, int, bool]]:
+    """(work, settled, complete) of rank 0 over steps of which rank 1 tears the third after rank 0
+    has ended it, and a last step without exchanges."""
+    seats = seats_of(member)
+    g = member.spec.shape()
+    lines = []
+    for number in range(6):
+        exchanges = 0 if number == 5 else 1
+        for seat in seats:
+            seat.context.step_begin(8, seat.stream.cuda_stream)
+        for _ in range(exchanges):
+            batches = [new_batch(s, 0, 8) for s in seats]
+            torch.cuda.synchronize()
+            for seat, b in zip(seats, batches, strict=True):
+                args = dispatch_args(0, 0, b.x, abi.Dtype.BF16, b.ids, b.weights)
+                seat.context.dispatch(args, seat.stream.cuda_stream)
+            torch.cuda.synchronize()
+            for seat in seats:
+                run_experts(seat, 0, 0)
+            torch.cuda.synchronize()
+            dtype = abi.Dtype(g.exchange[0].combine_dtype)
+            for seat, b in zip(seats, batches, strict=True):
+                seat.context.combine(0, 0, 8, b.out.data_ptr(), dtype, seat.stream.cuda_stream)
+            torch.cuda.synchronize()
+        for seat in seats:
+            if number == 2 and seat.rank == 1:
+                seat.context.tear(seat.stream.cuda_stream)
+            seat.context.step_end(seat.stream.cuda_stream)
+            torch.cuda.synchronize()
+        for seat in seats:
+            result = seat.context.result()
+            lines.append((seat.rank, result.work, result.settled, result.complete))
+    return [line[1:] for line in sorted(lines, key=lambda line: line[0])]
+
+
+def empty_steps(member: Member, count: int) -> list[list[int]]:
+    """[number of the last step, status] of each rank here after `count` steps without exchanges,
+    in which ranks are slow in turn."""
+    seats = seats_of(member)
+    delays = random.Random(5)
+    for _ in range(count):
+        for seat in seats:
+            with torch.cuda.stream(seat.stream):
+                if delays.random() < 0.5:
+                    torch.cuda._sleep(delays.randrange(2_000_000))
+                seat.context.step_begin(0, seat.stream.cuda_stream)
+                seat.context.step_end(seat.stream.cuda_stream)
+    torch.cuda.synchronize()
+    results = [seat.context.result() for seat in seats]
+    return [[r.step, int(r.status)] for r in results]
+
+
+def two_channels(member: Member, rounds: int) -> dict[str, Any]:
+    """Two batches in flight on two channels and streams, every second round in halves."""
+    seats = seats_of(member)
+    g = member.spec.shape()
+    streams = [torch.cuda.Stream() for _ in seats]
+    wrong = 0
+    for number in range(rounds):
+        for seat in seats:
+            seat.context.step_begin(8, seat.stream.cuda_stream)
+        torch.cuda.synchronize()
+        batches = [[new_batch(s, 0, 8 + 3 * c) for c in (0, 1)] for s in seats]
+        torch.cuda.synchronize()
+        for half in ("send", "receive") if number % 2 else ("both",):
+            for seat, pair, other in zip(seats, batches, streams, strict=True):
+                for c, stream in enumerate((seat.stream, other)):
+                    b = pair[c]
+                    args = dispatch_args(0, c, b.x, abi.Dtype.BF16, b.ids, b.weights, channel=c)
+                    seat.context.dispatch(args, stream.cuda_stream, half=half)
+        torch.cuda.synchronize()
+        for seat in seats:
+            for c in (0, 1):
+                a = arrived(seat.context, 0, c)
+                a.out.copy_(a.rows)
+        torch.cuda.synchronize()
+        for seat, pair, other in zip(seats, batches, streams, strict=True):
+            for c, stream in enumerate((seat.stream, other)):
+                out, n = pair[c].out, pair[c].x.shape[0]
+                seat.context.combine(0, c, n, out.data_ptr(), abi.Dtype.BF16, stream.cuda_stream)
+        torch.cuda.synchronize()
+        for seat, pair in zip(seats, batches, strict=True):
+            seat.context.step_end(seat.stream.cuda_stream)
+            for b in pair:
+                per = -(-g.experts // g.max_ranks)
+                owners = torch.where(b.ids < 0, -1, b.ids // per)
+                ranks = range(g.max_ranks)
+                copies = sum((owners == r).any(1).to(torch.int64) for r in ranks)
+                assert isinstance(copies, torch.Tensor)
+                # bf16 sums of up to four equal rows in fp32, rounded once
+                want = (b.x.float() * copies[:, None]).to(TORCH_DTYPES[abi.Dtype.BF16])
+                wrong += int((b.out != want).sum())
+        torch.cuda.synchronize()
+        assert all(s.context.result().complete for s in seats)
+    return {"wrong": wrong}
+
+
+def captured_memory(member: Member) -> dict[str, Any]:
+    """Bytes that the device lost to capturing a step and replaying it 50 times."""
+    (seat,) = seats_of(member)
+    g = seat.context.geometry
+    batches = [new_batch(seat, i, 8) for i in range(g.exchanges)]
+    outs = [arrived(seat.context, i).out for i in range(g.exchanges)]
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = torch.cuda.memory_allocated()
+        stream = torch.cuda.current_stream().cuda_stream
+        seat.context.step_begin(8, stream)
+        for i, b in enumerate(batches):
+            args = dispatch_args(i, 0, b.x, x_dtype(g, i), b.ids, b.weights)
+            seat.context.dispatch(args, stream)
+            outs[i].fill_(1.0)
+            dtype = abi.Dtype(g.exchange[i].combine_dtype)
+            seat.context.combine(i, 0, 8, b.out.data_ptr(), dtype, stream)
+        seat.context.step_end(stream)
+        taken = torch.cuda.memory_allocated() - held
+    complete = 0
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        complete += seat.context.result().complete
+    lost = free - torch.cuda.mem_get_info()[0]
+    return {"complete": complete, "torch": taken, "lost": lost}
