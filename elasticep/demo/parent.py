@@ -68,7 +68,7 @@ class Demo:
             list(self._lines.values()), len(settings.prompts) * settings.tokens
         )
         self._watch: KillWatch | None = None
-        self._inside_step: int | None = None
+        self._inside: dict[int, int] = {}  # rank -> step that it is in
         self._draining: subprocess.Popen[bytes] | None = None
         self._balance = balance.Balance()
         self.victim, self.ranks = settings.victim, settings.ranks
@@ -238,7 +238,7 @@ class Demo:
             self._tell_recovery()
 
     def _on_inside(self, rank: int, message: Message) -> None:
-        self._inside_step = message["step"]
+        self._inside[rank] = message["step"]
         self._advance()  # now: while the step is open
 
     def _on_fenced(self, rank: int, message: Message) -> None:
@@ -254,7 +254,8 @@ class Demo:
 
     def reached(self) -> bool:
         """Whether decoding is where the scenario begins."""
-        return self._inside_step is not None
+        awaited = filter(self._settings.starts_scenario, range(self.ranks))
+        return all(rank in self._inside for rank in awaited)
 
     def backed_up(self) -> bool:
         """Whether experts can be restored from where they are to be."""
@@ -314,8 +315,8 @@ class Demo:
 
     def kill(self) -> None:
         """Kill what was asked for."""
-        s, step = self._settings, self._inside_step
-        victim, engine = s.victim, self._engines[s.victim]
+        s, victim = self._settings, self._settings.victim
+        engine, step = self._engines[victim], self._inside[victim]
         losing = s.kill.costs_a_rank
         survivors = frozenset(rank for rank in self._lines if not losing or rank != victim)
         after_epoch = self._lines[victim].epoch if losing else None

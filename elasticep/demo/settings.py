@@ -187,8 +187,13 @@ class DemoSettings:
 
     def starts_scenario(self, rank: int) -> bool:
         """Whether it is this rank whose progress decides when the scenario begins."""
+    @property
+    def loses_a_rank(self) -> bool:
+        """Whether a member is killed."""
+        return self.scenario.kills and self.kill.costs_a_rank
+
         idle = self.scenario is Scenario.KILL and self.kill is Kill.NONE
-        return not idle and rank == self.victim
+        return not idle and (self.loses_a_rank or rank == self.victim)
 
     def group_config(self) -> GroupConfig:
         """The group: every expert twice, so that any one rank can go; once if its experts are to

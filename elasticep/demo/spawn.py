@@ -117,6 +117,6 @@ def _become(
         length=settings.length,
         attach_timeout_s=settings.timeout_s / 2,
         tell_at=settings.kill_at if first and settings.starts_scenario(rank) else None,
-        wait_for_kill=settings.scenario.kills and settings.kill.costs_a_rank,
+        wait_for_kill=settings.loses_a_rank and rank == settings.victim,
     )
     return run_engine(engine, model, theirs)
