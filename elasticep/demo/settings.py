@@ -185,13 +185,17 @@ class DemoSettings:
         """The rank that is killed, or whose daemon is."""
         return self.ranks // 2
 
-    def starts_scenario(self, rank: int) -> bool:
-        """Whether it is this rank whose progress decides when the scenario begins."""
     @property
     def loses_a_rank(self) -> bool:
         """Whether a member is killed."""
         return self.scenario.kills and self.kill.costs_a_rank
 
+    def starts_scenario(self, rank: int) -> bool:
+        """Whether the scenario begins once this rank is where it begins.
+
+        All are, where one is to be killed inside a step: whoever has not passed its barrier by then
+        would find the dead word there, and have no step to repeat.
+        """
         idle = self.scenario is Scenario.KILL and self.kill is Kill.NONE
         return not idle and (self.loses_a_rank or rank == self.victim)
 
