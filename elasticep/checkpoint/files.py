@@ -75,6 +75,8 @@ class TensorFile:
         self.path = path
         self.bytes_read = 0
         self._lock = threading.Lock()
+        if not path.is_file():  # a pipe would never answer
+            raise CheckpointError(f"there is no file {path}; fetch the checkpoint again")
         try:
             with path.open("rb") as file:
                 self._identity = _identity_of(file.fileno())

@@ -219,6 +219,18 @@ def test_a_file_that_was_cut_off_or_changed_is_refused(tmp_path: Path) -> None:
         units.read(0, 0)
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral", shards=2)
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    second.unlink()
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"there is no file .*{second.name}"):
+        checkpoint.weight_spec()
+    os.mkfifo(second)
+    with pytest.raises(CheckpointError, match=rf"there is no file .*{second.name}"):
+        checkpoint.weight_spec()
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
