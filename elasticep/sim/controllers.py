@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _LEASE_S: Final = 1
 _TOLD: Final = frozenset(
     {"controller.leads", "lead.lost", "lead.ended", "rank.fenced", "view.adopted", "view.waiting",
-     "staging.failed", "rank.suspected", "node.disconnected"}
+     "staging.failed", "rank.suspected", "node.disconnected", "rebalance.began",
+     "rebalance.done", "rebalance.abandoned", "rebalance.stuck", "experts.unrestorable"}
 )  # fmt: skip
 
 

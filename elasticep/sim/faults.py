@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from elasticep.control import events as ev
+from elasticep.control.background import Ask, Pause, Resume
 from elasticep.sim.net import STORE
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ KINDS: Final[dict[str, int]] = {
     "bad-staging": 2,
     "drain": 4,
     "undrain": 3,
+    "rebalance": 3,
 }
 
 
@@ -149,7 +151,11 @@ class Injector:
         self._later(fault, lambda: setattr(node, "slow_staging", False))
 
     def _bad_staging(self, fault: Fault) -> None:
-        self._w.pick_node(fault.target).bad_staging = 1 + fault.target % 2
+        node = self._w.pick_node(fault.target)
+        node.bad_staging = 1 + fault.target % 2
+        experts = {c.geometry.experts for c in self._w.configs.values()}
+        named = range(min(experts)) if fault.target % 3 == 0 else ()
+        node.unrestorable = tuple((0, expert) for expert in named)
 
     # ---- controllers and the store
 
@@ -215,6 +221,15 @@ class Injector:
         if drained:
             group, rank = drained[fault.target % len(drained)]
             self._w.operate(group, ev.Undrain((rank,)))
+
+    def _rebalance(self, fault: Fault) -> None:
+        """One is asked for, or all are paused for a while."""
+        _, seat = self._w.pick_seat(fault.target)
+        if fault.target % 3:
+            self._w.background(seat.group, Ask("force"))
+            return
+        self._w.background(seat.group, Pause("maintenance"))
+        self._later(fault, lambda: self._w.background(seat.group, Resume()))
 
     # ---- the end of all faults
 

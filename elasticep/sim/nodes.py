@@ -12,6 +12,7 @@ from elasticep.control.views import View
 from elasticep.group import GroupConfig
 from elasticep.proto.controller_pb2 import ControllerMessage
 from elasticep.sim.checks import Checker
+from elasticep.sim.loads import reports
 from elasticep.sim.loop import VirtualLoop
 from elasticep.sim.net import Net, Stream
 from elasticep.sim.plants import Plant
@@ -82,6 +83,7 @@ class SimNode:
         self.frozen = False  # the daemon is stopped
         self.slow_staging = False
         self.bad_staging = 0  # so many views fail to be staged
+        self.unrestorable: tuple[tuple[int, int], ...] = ()  # what such an answer names
         self._life = 0  # of the daemon
         self._sessions = 0
         self._session = ""
@@ -363,7 +365,7 @@ class SimNode:
             self._staged(seat, view.epoch, f"the rank runs epoch {process.epoch}")
         elif self.bad_staging:
             self.bad_staging -= 1
-            self._staged(seat, view.epoch, "its weights cannot be read")
+            self._staged(seat, view.epoch, "its weights cannot be read", self.unrestorable)
         elif view.epoch in process.views or process.epoch == view.epoch:
             seat.told.discard(view.epoch)
             self._tell_staged()
@@ -387,8 +389,10 @@ class SimNode:
         process.stage(view)
         self._tell_staged()
 
-    def _staged(self, seat: SimSeat, epoch: int, error: str) -> None:
-        event = ev.Staged(self.name, seat.rank, seat.incarnation, epoch, error)
+    def _staged(
+        self, seat: SimSeat, epoch: int, error: str, names: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        event = ev.Staged(self.name, seat.rank, seat.incarnation, epoch, error, names)
         self._say(seat.group, event)
 
     def _tell_staged(self) -> None:
@@ -461,6 +465,6 @@ class SimNode:
             (s.group, ev.Progressed(self.name, s.rank, s.incarnation, s.process.progress, False))
             for s in self.seats.values()
             if s.process is not None and s.state is SeatState.ATTACHED
-        )
+        ) + reports(self)
         if self._stream is not None and self._to is not None:
             self._stream.send(self._to.hear, self._session, events)

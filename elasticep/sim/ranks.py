@@ -5,6 +5,7 @@ time to arrive; a leave mark is there when its writer goes on, as the fence behi
 decision itself is the native core's.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _EXIT_S: Final = 0.02
 _LARGE: Final = 16  # ranks; a larger group's cells go out in one event
 _PULL_S: Final = (0.001, 0.03)  # reading the others' outputs: long, so that faults fall into it
 _MOMENT_S: Final = 0.003
+_MEMORIES: Final = itertools.count(1)
 _MEMORY_S: Final = (0.000_02, 0.001)
 _MEMORY_SLOW_S: Final = (0.001, 0.05)
 
@@ -70,6 +72,8 @@ class Memory:
         self.dead: NDArray[np.uint32] = np.zeros(max_ranks, np.uint32)
         self.fenced = 0
         self.step = 0
+        self.complete = 0  # steps; the load counters follow from it
+        self.identity = next(_MEMORIES)
         self.rank: SimRank | None = None
 
     def poke(self) -> None:
@@ -462,6 +466,7 @@ class SimRank:
                 self._leave(self.view, member.rank, expelled=False)
         if not self.torn:
             self.s.checker.step(self.seat, self.step, self.view)
+            memory.complete += 1
         self.step, self.said, self.state = self.step + 1, None, "idle"
         self.progress += 1
         self.waits_for = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticep.control import events as ev
+from elasticep.control.background import Ask, Pause, Resume
 from elasticep.control.events import SeatState
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.errors import ElasticEPError
@@ -14,6 +15,7 @@ from elasticep.group import GroupConfig, LostExperts, Timeouts
 from elasticep.sim.barrier import Decider
 from elasticep.sim.checks import Checker
 from elasticep.sim.controllers import SimController
+from elasticep.sim.loads import POLICY
 from elasticep.sim.loop import VirtualLoop
 from elasticep.sim.net import STORE, Net
 from elasticep.sim.nodes import Cluster, SimNode, SimSeat
@@ -46,6 +48,7 @@ def group_config(name: str, ranks: int, lost: LostExperts) -> GroupConfig:
         timeouts=TIMEOUTS,
         lost_experts=lost,
         flap_limit=0 if ranks > 16 else 5,
+        rebalance=POLICY,
     )
 
 
@@ -112,6 +115,8 @@ class World:
         self._operations: set[asyncio.Task[None]] = set()
         self._asked: dict[tuple[str, int], int] = {}
         self._operators = loop.create_future()
+        self._rebalances: dict[str, int] = {}
+        self._paused: dict[str, bool] = {}  # group -> whether the last pause is acknowledged
 
     # ---- parts
 
@@ -162,6 +167,30 @@ class World:
             for rank, number in asked.items():
                 if self._asked[group, rank] == number:
                     self.checker.acknowledged[group, rank] = drains
+
+        task = self.loop.create_task(ask(), context=leader.process.context.copy())
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+
+    def background(self, group: str, event: Ask | Pause | Resume) -> None:
+        """An operator asks the leader for a rebalance, or to leave experts where they are."""
+        leader = next((c for c in self.controllers if c.term and not c.process.stopped), None)
+        if leader is None or leader.term is None or group not in leader.term.cluster.groups:
+            return
+        term, pauses = leader.term, isinstance(event, Pause)
+        self._rebalances[group] = number = self._rebalances.get(group, 0) + 1
+        if not isinstance(event, Ask):
+            self._paused.pop(group, None)
+
+        async def ask() -> None:
+            try:
+                await term.rebalance(group, event)
+            except ElasticEPError as error:
+                self.checker.trace(f"operator: {type(event).__name__} is refused: {error}")
+                return
+            self.checker.trace(f"operator: {type(event).__name__} of {group} is acknowledged")
+            if not isinstance(event, Ask) and self._rebalances[group] == number:
+                self._paused[group] = pauses
 
         task = self.loop.create_task(ask(), context=leader.process.context.copy())
         self._operations.add(task)
@@ -245,7 +274,12 @@ class World:
         term = next((c.term for c in self.controllers if c.term is not None), None)
         if term is None:
             return []
-        return [
+        pauses = [
+            f"{'pause' if paused else 'resume'} of {group}"
+            for group, paused in sorted(self._paused.items())
+            if bool(term.cluster.background[group].rebalancer.paused) is not paused
+        ]
+        return pauses + [
             f"{'drain' if drained else 'undrain'} of rank {rank} of {group}"
             for (group, rank), drained in sorted(self.checker.acknowledged.items())
             if term.cluster.groups[group].seats[rank].held.startswith("drained") is not drained
