@@ -128,10 +128,9 @@ class Balance:
 
     def _start(self, *words: str) -> None:
         self._said = b""
-        # The interpreter's start is none of the engines' business: on two cores they would feel it.
         command = [sys.executable, "-m", "elasticep.cli.main", *words, *self._command]
         self._process = subprocess.Popen(
-            ["nice", "-n", "19", *command],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ ROWS: Final = 4
 REQUESTS_PER_RANK: Final = 3  # one row stays free for a request that is taken over
 MAX_RANKS: Final = 32
 _MOVING_TOKENS: Final = 100
+_ONE_COPY: Final = (Scenario.LOST_EXPERT, Scenario.REBALANCE)
 
 
 class Kill(enum.StrEnum):
@@ -178,7 +179,8 @@ class DemoSettings:
     def kill_at(self) -> int:
         """The step at which the kill happens."""
         shortest = min(len(prompt) for prompt in self.prompts)
-        return shortest + self.tokens // 2 if self.at is None else self.at
+        part = 8 if self.scenario is Scenario.REBALANCE else 2  # the rest is to see it under load
+        return shortest + self.tokens // part if self.at is None else self.at
 
     @property
     def victim(self) -> int:
@@ -231,7 +233,8 @@ class DemoSettings:
             initial_ranks=self.ranks,
             # A killed daemon is back before this also where two cores are busy with everything.
             timeouts=Timeouts(node_timeout_ms=10_000),
-            spare_copies=0 if self.scenario is Scenario.LOST_EXPERT else copies - 1,
+            # Second copies would do: tokens move to them, and no expert has to.
+            spare_copies=0 if self.scenario in _ONE_COPY else copies - 1,
             weights=sizes.weights,
             # Nothing moves but what the scenario asks for.
             rebalance=RebalancePolicy(automatic=False, settle_ms=0, window_ms=500),
