@@ -32,17 +32,28 @@ class ArenaFd:
     incarnation: int
 
 
-def fetch_arena(fd_socket: str, group: str, rank: int, timeout_s: float = _TIMEOUT_S) -> ArenaFd:
+def fetch_arena(
+    fd_socket: str, group: str, rank: int, timeout_s: float = _TIMEOUT_S, *, backup: bool = False
+) -> ArenaFd:
     """Ask the daemon behind a SEQPACKET socket for a rank's arena.
+
+    Args:
+        fd_socket: its path.
+        group: name of the group.
+        rank: whose arena; with `backup` the number of a piece of the daemon's backup instead.
+        timeout_s: how long to wait for the answer.
+        backup: see `rank`.
 
     Raises:
         Unavailable: no daemon there, it has no such arena, or no answer in time.
     """
-    what = f"the arena of rank {rank} of group {group!r} from {fd_socket}"
+    kind = "piece of backup" if backup else "arena of rank"
+    what = f"the {kind} {rank} of group {group!r} from {fd_socket}"
     request = structs.Message(
         magic=structs.MESSAGE_MAGIC,
         type=structs.MessageType.WEIGHTS,
         rank=rank,
+        b=int(backup),
         text=group.encode(),
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

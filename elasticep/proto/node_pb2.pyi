@@ -327,11 +327,18 @@ class FindExpertsResponse(_message.Message):
         CHECKSUM_FIELD_NUMBER: _builtins.int
         REPLICAS_FIELD_NUMBER: _builtins.int
         BACKUP_FIELD_NUMBER: _builtins.int
+        BACKUP_PIECE_FIELD_NUMBER: _builtins.int
+        BACKUP_SLOTS_FIELD_NUMBER: _builtins.int
+        BACKUP_SLOT_FIELD_NUMBER: _builtins.int
         index: _builtins.int
         """in the request"""
         checksum: _builtins.bytes
         """16 bytes; what this node knows the expert to sum up to"""
         backup: _builtins.bool
+        backup_piece: _builtins.int
+        """Where in the backup: which piece of memory, of how many slots per layer, and in which slot."""
+        backup_slots: _builtins.int
+        backup_slot: _builtins.int
         @_builtins.property
         def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindExpertsResponse.Replica]: ...
         def __init__(
@@ -341,10 +348,13 @@ class FindExpertsResponse(_message.Message):
             checksum: _builtins.bytes = ...,
             replicas: _abc.Iterable[Global___FindExpertsResponse.Replica] | None = ...,
             backup: _builtins.bool = ...,
+            backup_piece: _builtins.int = ...,
+            backup_slots: _builtins.int = ...,
+            backup_slot: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "checksum", b"checksum", "index", b"index", "replicas", b"replicas"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "backup_piece", b"backup_piece", "backup_slot", b"backup_slot", "backup_slots", b"backup_slots", "checksum", b"checksum", "index", b"index", "replicas", b"replicas"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

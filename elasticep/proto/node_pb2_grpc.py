@@ -115,7 +115,7 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadExpert(self, request, context):
-        """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB.
+        """Daemon to daemon: one expert's weights, in chunks of at most 128 KiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class NodeServiceStub:
     FindExperts: _grpc.UnaryUnaryMultiCallable[_node_pb2.FindExpertsRequest, _node_pb2.FindExpertsResponse]
     """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to."""
     ReadExpert: _grpc.UnaryStreamMultiCallable[_node_pb2.ReadExpertRequest, _node_pb2.ReadExpertChunk]
-    """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
+    """Daemon to daemon: one expert's weights, in chunks of at most 128 KiB."""
 
 @_typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -58,7 +58,7 @@ class NodeServiceAsyncStub(NodeServiceStub):
     FindExperts: _aio.UnaryUnaryMultiCallable[_node_pb2.FindExpertsRequest, _node_pb2.FindExpertsResponse]  # type: ignore[assignment]
     """Daemon to daemon: which of these experts' weights lie here, and what they must sum up to."""
     ReadExpert: _aio.UnaryStreamMultiCallable[_node_pb2.ReadExpertRequest, _node_pb2.ReadExpertChunk]  # type: ignore[assignment]
-    """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
+    """Daemon to daemon: one expert's weights, in chunks of at most 128 KiB."""
 
 class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -113,6 +113,6 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.ReadExpertRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.ReadExpertChunk], _abc.AsyncIterator[_node_pb2.ReadExpertChunk]]:
-        """Daemon to daemon: one expert's weights, in chunks of at most 256 KiB."""
+        """Daemon to daemon: one expert's weights, in chunks of at most 128 KiB."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -333,8 +333,10 @@ class Daemon:
             self._save_timer.cancel()
         if self._leave and self._registry.groups:
             self._save()
-        if not self._leave:
-            for group in self._registry.groups.values():
+        for group in self._registry.groups.values():
+            if group.weights is not None:
+                await group.weights.leave()
+            if not self._leave:
                 group.drop_memory()
         self._locks.close()
         self._registry.close()

@@ -249,23 +249,27 @@ class Reception:
         )
 
     def _weights(self, connection: Connection, message: Message) -> None:
-        """The arena of a rank of this node, for reading."""
+        """The arena of a rank of this node, or a piece of its backup, for reading."""
         group = self._registry.groups.get(message.text)
         weights = None if group is None else group.weights
-        memory = None if weights is None else weights.memory_of(message.rank)
+        memory, incarnation = None, 0
+        if weights is not None and message.b:
+            pieces = weights.backup.segments
+            memory = pieces[message.rank] if message.rank < len(pieces) else None
+        elif group is not None and weights is not None:
+            memory = weights.memory_of(message.rank)
+            incarnation = group.keepers[message.rank].seat.incarnation if memory else 0
         answer = Message(kind=MessageType.WEIGHTS, rank=message.rank)
-        if group is None or weights is None or memory is None:
+        if memory is None:
+            what = "piece of backup" if message.b else "arena of rank"
             text = (
-                f"node {self._node.config.node!r} has no arena of rank {message.rank} of group "
+                f"node {self._node.config.node!r} has no {what} {message.rank} of group "
                 f"{message.text!r}"
             )
             connection.send(dataclasses.replace(answer, status=Error.EINVAL, text=text))
             return
         answer = dataclasses.replace(
-            answer,
-            a=weights.layout.digest(),
-            b=group.keepers[message.rank].seat.incarnation,
-            text=message.text,
+            answer, a=memory.layout.digest(), b=incarnation, text=message.text
         )
         fd = memory.reader_fd()
         try:

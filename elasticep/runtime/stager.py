@@ -205,6 +205,9 @@ class Stager:
                 raise
         except ElasticEPError as error:
             self._failed(keeper.rank, incarnation, proposal.epoch, error)
+        except Exception as error:  # the controller must hear of it, whatever it is
+            self._log.exception("view.staging_failed", rank=keeper.rank, epoch=proposal.epoch)
+            self._failed(keeper.rank, incarnation, proposal.epoch, error)
 
     async def _weights_ready(
         self, proposal: _Proposal, keeper: "SeatKeeper", incarnation: int

@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -263,6 +263,15 @@ def driver(folder: Path, rate: int = 0) -> Iterator[MoverDriver]:
         made.close()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until it holds, with a deadline."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 20
+    while not condition():
+        assert loop.time() < end
+        await asyncio.wait({loop.create_future()}, timeout=0.01)
+
+
 def test_a_mover_killed_at_any_moment_leaves_no_wrong_label(tmp_path: Path) -> None:
     written = write_checkpoint(
         tmp_path / "ck", one_tensor(4096 * 64), layers=2, experts=3, shards=1
@@ -289,8 +298,7 @@ def test_a_mover_killed_at_any_moment_leaves_no_wrong_label(tmp_path: Path) -> N
                     for layer, slot in slots
                 ]
                 await asyncio.wait(copies, timeout=rng.random() * 0.15)
-                while not mover.pid:
-                    await asyncio.wait(copies, timeout=0.01)
+                await until(lambda: mover.pid)
                 os.kill(mover.pid, signal.SIGKILL)
                 results = await asyncio.gather(*copies, return_exceptions=True)
                 failed = [r for r in results if isinstance(r, BaseException)]
@@ -322,8 +330,7 @@ def test_a_copy_that_is_called_off_leaves_its_slot_empty(tmp_path: Path) -> None
             slow = asyncio.create_task(
                 mover.copy(Target(memory, 0, 0, 1), b"", source, urgent=False)
             )
-            while not mover.filling(memory) or memory.arena.label(0, 0).expert != 1:
-                await asyncio.wait({slow}, timeout=0.01)
+            await until(lambda: mover.filling(memory) and memory.arena.label(0, 0).expert == 1)
             slow.cancel()
             # The next one into the same slot waits for it, and is not mixed with it.
             checksum = await mover.copy(Target(memory, 0, 0, 2), b"", source, urgent=True)

@@ -59,6 +59,10 @@ class Backup:
                 return memory, slot
         return None
 
+    def piece_of(self, memory: ArenaMemory) -> int:
+        """The number of a piece of memory."""
+        return self.segments.index(memory)
+
     @property
     def held(self) -> int:
         """Wanted experts that lie here, whole."""
@@ -80,18 +84,27 @@ class Backup:
 
     async def _run(self, view: ViewTable) -> None:
         await asyncio.sleep(_SETTLE_S)
+        while not await self._once(view):
+            await asyncio.sleep(_RETRY_S)
+
+    async def _once(self, view: ViewTable) -> bool:
+        """Fill what is missing; False when it has to be tried again."""
         try:
             wanted = self._assign(view)
             await self._reserve(wanted)
-            while left := [ref for ref in wanted if self.find(*ref) is None]:
-                failed = await self._fill(left)
-                if failed:
-                    self._log.warning("backup.incomplete", epoch=view.epoch, missing=failed)
-                    await asyncio.sleep(_RETRY_S)
-            self._log.info("backup.complete", epoch=view.epoch, experts=len(wanted))
+            missing = await self._fill([ref for ref in wanted if self.find(*ref) is None])
         except ElasticEPError as error:
             self._log.error("backup.failed", epoch=view.epoch, error=str(error))
+            return False
+        except Exception:  # what runs in the background does not end silently
+            self._log.exception("backup.failed", epoch=view.epoch)
+            return False
         self._count()
+        if missing:
+            self._log.warning("backup.incomplete", epoch=view.epoch, missing=missing)
+            return False
+        self._log.info("backup.complete", epoch=view.epoch, experts=len(wanted))
+        return True
 
     def _assign(self, view: ViewTable) -> list[Ref]:
         experts = self._weights.experts

@@ -43,6 +43,7 @@ _DEPTH: Final = 8  # copies that the mover knows of: enough that it never waits 
 _RESTART_S: Final = 0.1
 _RESTART_MAX_S: Final = 5.0
 _WATCH_S: Final = 0.25
+_STARTS: Final = 5
 
 
 class CopyFailed(ElasticEPError):
@@ -98,6 +99,7 @@ class MoverDriver:
     ) -> None:
         self._config = config
         self._stall_s = limits.mover_stall_s
+        self._start_s = max(limits.worker_start_s, limits.mover_stall_s)
         self._log = log
         self.metrics = metrics
         self._process: Process | None = None
@@ -109,6 +111,7 @@ class MoverDriver:
         self._next = 1
         self._active = 0
         self._heard = 0.0
+        self._said = False  # whether the present mover was ever heard of
         self._failed_starts = 0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -268,7 +271,7 @@ class MoverDriver:
                 data = b""
             if not data:
                 return  # the process's end says the rest
-            self._heard = time.monotonic()
+            self._heard, self._said = time.monotonic(), True
             try:
                 self._take(messages.unpack(data))
             except messages.BadMoverMessage as error:
@@ -342,7 +345,7 @@ class MoverDriver:
         self._sock, self._process = ours, Process.open(child.pid, child)
         self._process.watch(self._exited)
         asyncio.get_running_loop().add_reader(ours, self._readable)
-        self._heard = time.monotonic()
+        self._heard, self._said = time.monotonic(), False
         self._log.info("weights.mover_started", pid=child.pid)
         self._watch()
         self._pump()
@@ -353,7 +356,7 @@ class MoverDriver:
         if process is None or self._closed:
             return
         age_s = self._age()
-        if age_s > self._stall_s:
+        if age_s > (self._stall_s if self._said else self._start_s):
             entry = self._running.get(self._active)
             self._log.error(
                 "weights.mover_stuck",
@@ -379,19 +382,27 @@ class MoverDriver:
         self.metrics.mover_restarts.labels("ended").inc()
         for lent in self._arenas.values():
             lent.sent = False
-        blamed = self._active or next(iter(self._running), 0)
-        again = [entry for job, entry in self._running.items() if job != blamed]
-        entry = self._running.get(blamed)
+        # Only what it had begun may have been its end; the others are sent to the next one.
+        entry = self._running.pop(self._active, None)
+        again = [other for other in self._running.values() if not other.future.done()]
         self._running.clear()
         self._active = 0
         for other in again:
             other.sent, other.done = False, 0
-        # Those that were called off meanwhile are nobody's any more.
-        self._waiting.extendleft(reversed([e for e in again if not e.future.done()]))
+        self._waiting.extendleft(reversed(again))
         if entry is not None:
             text = f"the mover ended while it copied from {entry.copy.source}: {process.how}"
             self._fail(entry, CopyFailed(Failure.MOVER, text))
+        if self._failed_starts >= _STARTS:
+            self._fail_all(f"{_STARTS} movers in a row ended without copying: {process.how}")
         self._again()
+
+    def _fail_all(self, text: str) -> None:
+        """Nothing can be copied; whoever waits hears of it, and may ask again."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for entry in waiting:
+            self._fail(entry, CopyFailed(Failure.MOVER, text))
 
     def _again(self) -> None:
         if self._closed:

@@ -3,14 +3,14 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import grpc
 import grpc.aio
 
-from elasticep.errors import ElasticEPError, GroupMismatch, Unavailable
+from elasticep.errors import ElasticEPError, GroupMismatch
 from elasticep.handover import ArenaFd, fetch_arena
 from elasticep.proto import node_pb2, node_pb2_grpc
 from elasticep.rpc import open_channel
@@ -20,6 +20,7 @@ from elasticep.runtime.regions.peers import Endpoint
 from elasticep.runtime.weights.ledger import Ledger, Ref, Verdict
 from elasticep.runtime.weights.memory import NOTHING
 from elasticep.runtime.weights.messages import Kind, Source
+from elasticep.weights import ArenaLayout
 
 if TYPE_CHECKING:
     from elasticep.runtime.weights.group import GroupWeights
@@ -38,18 +39,30 @@ class Replica:
     slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A node's backup that holds an expert: in which piece of memory, of how many slots per layer,
+    and where in it.
+    """
+
+    node: str
+    piece: int
+    slots: int
+    slot: int
+
+
 @dataclass(slots=True)
 class Place:
     """What is known of one expert.
 
     Attributes:
         replicas: live ranks that hold it.
-        backups: nodes whose host memory holds it.
+        backups: host memory that holds it.
         said: node -> what its ledger says.
     """
 
     replicas: list[Replica] = field(default_factory=list)
-    backups: list[str] = field(default_factory=list)
+    backups: list[Kept] = field(default_factory=list)
     said: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -71,6 +84,8 @@ class Finder:
         self._weights = weights
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._peers: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, inc) -> arena, node
+        self._fetching = asyncio.Lock()
+        self._pieces: dict[tuple[str, int, int], int] = {}  # (node, piece, slots) -> arena
 
     # ---- who has it
 
@@ -103,8 +118,10 @@ class Finder:
                 slot = memory.slot_of(layer, expert)
                 if slot != NOTHING:
                     place.replicas.append(Replica(own, rank, incarnation, slot))
-            if self._weights.backup.find(layer, expert) is not None:
-                place.backups.append(own)
+            held = self._weights.backup.find(layer, expert)
+            if held is not None:
+                piece = self._weights.backup.piece_of(held[0])
+                place.backups.append(Kept(own, piece, held[0].layout.slots, held[1]))
 
     async def _ask(self, endpoint: Endpoint, refs: Sequence[Ref], places: dict[Ref, Place]) -> None:
         try:
@@ -139,7 +156,9 @@ class Finder:
             if found.checksum:
                 place.said[node] = found.checksum
             if found.backup:
-                place.backups.append(node)
+                place.backups.append(
+                    Kept(node, found.backup_piece, found.backup_slots, found.backup_slot)
+                )
             place.replicas += [Replica(node, r.rank, r.incarnation, r.slot) for r in found.replicas]
 
     def _channel(self, address: str) -> grpc.aio.Channel:
@@ -187,27 +206,33 @@ class Finder:
                     Source(kind=Kind.REMOTE, address=endpoint.grpc_address, **common)  # type: ignore[arg-type]
                 )
         near.sort(key=lambda source: source.node != own)
-        return [*near, *far, *self._backups(ref, place), *self._checkpoints()]
+        return [*near, *far, *await self._backups(ref, place), *self._checkpoints()]
 
-    def _backups(self, ref: Ref, place: Place) -> list[Source]:
-        own = self._node.config.node
+    async def _backups(self, ref: Ref, place: Place) -> list[Source]:
+        own, domain = self._node.config.node, self._node.config.domain
         found = []
-        for node in sorted(place.backups, key=lambda node: node != own):
-            held = self._weights.backup.find(*ref) if node == own else None
-            endpoint = self._weights.endpoints.get(node)
-            if held is not None:
-                memory, slot = held
-                number = self._node.mover.number_of(memory)
-                found.append(Source(kind=Kind.BACKUP, arena=number, slot=slot, node=node))
-            elif endpoint is not None and node != own:
-                found.append(
-                    Source(
-                        kind=Kind.BACKUP,
-                        address=endpoint.grpc_address,
-                        group=self._weights.name,
-                        node=node,
-                    )
+        for kept in sorted(place.backups, key=lambda kept: kept.node != own):
+            endpoint = self._weights.endpoints.get(kept.node)
+            arena, slot = -1, kept.slot
+            if kept.node == own:
+                held = self._weights.backup.find(*ref)
+                if held is None:
+                    continue
+                arena, slot = self._node.mover.number_of(held[0]), held[1]
+            elif endpoint is None:
+                continue
+            elif endpoint.domain == domain:
+                arena = await self._piece(kept, endpoint)
+            found.append(
+                Source(
+                    kind=Kind.BACKUP,
+                    arena=arena,
+                    slot=slot if arena >= 0 else -1,
+                    address="" if endpoint is None else endpoint.grpc_address,
+                    group=self._weights.name,
+                    node=kept.node,
                 )
+            )
         return found
 
     def _checkpoints(self) -> list[Source]:
@@ -220,38 +245,55 @@ class Finder:
         known = self._peers.get(key)
         if known is not None and known[1] == replica.node:
             return known[0]
+        layout = self._weights.layout
+        async with self._fetching:
+            if key in self._peers:  # whoever waited before had it fetched
+                return self._peers[key][0]
+            got = await self._fetch(endpoint, replica.rank, layout, backup=False)
+            if got is None:
+                return -1
+            if got.incarnation != replica.incarnation:  # granted anew meanwhile
+                os.close(got.fd)
+                return -1
+            self._peers[key] = (self._node.mover.lend_peer(got.fd, layout), replica.node)
+            return self._peers[key][0]
+
+    async def _piece(self, kept: Kept, endpoint: Endpoint) -> int:
+        """The mover's number of a piece of another node's backup; -1 when it cannot be had."""
+        key = (kept.node, kept.piece, kept.slots)
+        async with self._fetching:
+            if key not in self._pieces:
+                whole = self._weights.layout
+                layout = ArenaLayout(whole.layers, max(1, kept.slots), whole.spec)
+                got = await self._fetch(endpoint, kept.piece, layout, backup=True)
+                if got is not None:
+                    self._pieces[key] = self._node.mover.lend_peer(got.fd, layout)
+            return self._pieces.get(key, -1)
+
+    async def _fetch(
+        self, endpoint: Endpoint, number: int, layout: ArenaLayout, *, backup: bool
+    ) -> ArenaFd | None:
+        """A descriptor from another daemon; None when there is none of this layout."""
+        got = None
+        what = f"{'piece of backup' if backup else 'arena of rank'} {number} on {endpoint.node!r}"
         try:
             got = await asyncio.to_thread(
                 fetch_arena,
                 endpoint.fd_socket,
                 self._weights.name,
-                replica.rank,
+                number,
                 self._node.limits.find_s,
+                backup=backup,
             )
+            if got.digest != layout.digest():
+                raise GroupMismatch(f"{what} is laid out otherwise; install one version everywhere")
+            check_memory(what, got.fd, layout.total_bytes)
         except ElasticEPError as error:
-            self._node.log.info("weights.arena_not_mapped", rank=replica.rank, why=str(error))
-            return -1
-        if key in self._peers:  # two asked at once
-            os.close(got.fd)
-            return self._peers[key][0]
-        try:
-            self._check(got, replica)
-        except ElasticEPError as error:
-            os.close(got.fd)
-            self._node.log.error("weights.arena_not_mapped", rank=replica.rank, why=str(error))
-            return -1
-        number = self._node.mover.lend_peer(got.fd, self._weights.layout)
-        self._peers[key] = (number, replica.node)
-        return number
-
-    def _check(self, got: ArenaFd, replica: Replica) -> None:
-        layout = self._weights.layout
-        what = f"arena of rank {replica.rank} on node {replica.node!r}"
-        if got.digest != layout.digest():
-            raise GroupMismatch(f"the {what} is laid out otherwise; install one version everywhere")
-        if got.incarnation != replica.incarnation:
-            raise Unavailable(f"the {what} is that of incarnation {got.incarnation} by now")
-        check_memory(what, got.fd, layout.total_bytes)
+            if got is not None:
+                os.close(got.fd)
+            self._node.log.warning("weights.arena_not_mapped", what=what, why=str(error))
+            return None
+        return got
 
     def drop(self, gone: Callable[[int, int], bool]) -> None:
         """Let go of the arenas of peers that are dead."""
@@ -259,9 +301,15 @@ class Finder:
             number, _ = self._peers.pop(key)
             self._node.mover.take_back(number)
 
+    def keep_only(self, nodes: Collection[str]) -> None:
+        """Let go of the backups of other nodes."""
+        for key in [key for key in self._pieces if key[0] not in nodes]:
+            self._node.mover.take_back(self._pieces.pop(key))
+
     async def close(self) -> None:
         """Close channels."""
         self.drop(lambda *_: True)
+        self.keep_only(())
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()

@@ -9,6 +9,7 @@ from elasticep.proto import node_pb2, types_pb2
 from elasticep.runtime import seats
 from elasticep.runtime.node import Node
 from elasticep.runtime.regions.peers import Endpoint
+from elasticep.runtime.seats import Half
 from elasticep.runtime.weights.backup import Backup
 from elasticep.runtime.weights.fill import Filler
 from elasticep.runtime.weights.finder import Finder
@@ -164,6 +165,7 @@ class GroupWeights:
             ViewTable.read(view, self._shape, self.experts), min(running, default=view.epoch)
         )
         self.endpoints.update(endpoints)
+        self.finder.keep_only({member.node for member in view.members})
         while len(self.endpoints) > _MOST_ENDPOINTS:
             del self.endpoints[next(iter(self.endpoints))]
 
@@ -246,26 +248,33 @@ class GroupWeights:
             ValueError: it cannot be used.
         """
         self.endpoints.update(endpoints)
-        for rank, seat in self.seats.items():
-            fd = self._node.fd_store.take_one(_arena_name(self.name, rank))
-            if fd is None:
-                seat.lost = seat.keeper.seat.live
-                continue
-            try:
-                memory = ArenaMemory(fd, self.layout, f"rank {rank} of group {self.name!r}")
-            except ElasticEPError as error:
-                seat.lost = seat.keeper.seat.live
-                seat.keeper.log.warning("memory.not_restored", error=str(error))
-                continue
-            self.read_labels(memory)
-            self._take(seat, memory)
-            self._node.fd_store.put_one(_arena_name(self.name, rank), memory.fd)
+        for seat in self.seats.values():
+            self._restore_seat(seat)
         self.backup.restore()
         for rank, epochs in plain.get("pinned", {}).items():
             if int(rank) in self.seats:
                 self.seats[int(rank)].pinned = {int(epoch) for epoch in epochs}
         for view in plain.get("views", ()):
             self.views.add(ViewTable.from_kept(view, self._shape), 0)
+
+    def _restore_seat(self, seat: SeatWeights) -> None:
+        name = _arena_name(self.name, seat.rank)
+        fd = self._node.fd_store.take_one(name)
+        if fd is not None:
+            try:
+                memory = ArenaMemory(fd, self.layout, f"rank {seat.rank} of group {self.name!r}")
+            except ElasticEPError as error:
+                seat.keeper.log.warning("memory.not_restored", error=str(error))
+            else:
+                self.read_labels(memory)
+                self._take(seat, memory)
+                self._node.fd_store.put_one(name, memory.fd)
+                return
+        state = seat.keeper.seat
+        if state.live and state.engine is not Half.GONE:
+            seat.lost = True  # the engine goes on with the arena that it has mapped
+        elif state.live:
+            seat.opening = asyncio.create_task(self._open(seat))
 
     def resume(self) -> None:
         """After a restart: go on with the backup of the view that runs."""
@@ -294,12 +303,17 @@ class GroupWeights:
             seat.close()
         self.backup.drop()
 
+    async def leave(self) -> None:
+        """Close what is open to other nodes; `close` follows."""
+        await self.finder.close()
+
     def close(self) -> None:
         """Stop what is under way, and let go of everything."""
         self.backup.close()
         for seat in self.seats.values():
             seat.close()
         self.finder.drop(lambda *_: True)
+        self.finder.keep_only(())
 
 
 def _arena_name(group: str, rank: int) -> str:

@@ -22,7 +22,7 @@ import threading
 import time
 from ctypes import CDLL
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticep.arena import Arena, Fill
 from elasticep.config import TlsConfig
@@ -42,8 +42,11 @@ from elasticep.runtime.weights.messages import (
     Use,
 )
 from elasticep.runtime.weights.pace import Pace
-from elasticep.runtime.weights.sources import Daemons, SourceFailed, copy_arena
+from elasticep.runtime.weights.sources import SourceFailed, copy_arena
 from elasticep.weights import ArenaLayout, WeightSpec
+
+if TYPE_CHECKING:
+    from elasticep.runtime.weights.streams import Daemons
 
 TLS_VARIABLE: Final = "ELASTICEP_MOVER_TLS"
 BEAT_S: Final = 0.5
@@ -95,6 +98,7 @@ class Mover:
 
     def run(self) -> None:
         """Serve until the daemon is gone."""
+        self._say(Beat())
         threading.Thread(target=self._work, name="copy", daemon=True).start()
         while True:
             data, ancillary, _, _ = self._sock.recvmsg(
@@ -228,6 +232,8 @@ class Mover:
                 raise SourceFailed(Failure.GONE, f"{source} is not mapped any more")
             return copy_arena(mapped.arena, source.slot, fill, self._pace.chunk, went)
         if self._daemons is None:
+            from elasticep.runtime.weights.streams import Daemons
+
             self._daemons = Daemons(self._tls)
         return self._daemons.copy(source, fill, went)
 

@@ -57,8 +57,12 @@ class WeightsService:
             found = node_pb2.FindExpertsResponse.Found(
                 index=index,
                 checksum=weights.ledger.get(layer, expert),
-                backup=weights.backup.find(layer, expert) is not None,
             )
+            held = weights.backup.find(layer, expert)
+            if held is not None:
+                found.backup, found.backup_slot = True, held[1]
+                found.backup_piece = weights.backup.piece_of(held[0])
+                found.backup_slots = held[0].layout.slots
             for rank, incarnation, memory in weights.live():
                 slot = memory.slot_of(layer, expert)
                 if slot != NOTHING:
