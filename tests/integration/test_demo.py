@@ -96,6 +96,22 @@ def test_ranks_come_back_join_and_are_drained_under_load(
     assert report["details"]["scenario"] == scenario
 
 
+def test_experts_move_by_their_load_and_steps_go_on(folder: Path) -> None:
+    """A skewed router: the load evens out, no token changes, and nobody waits for weights."""
+    report = run_demo(folder, "--ranks", "4", "--scenario", "rebalance", "--tokens", "100")
+    figures = report["details"]["rebalance"]
+    assert figures["done"]
+    assert figures["moves"] > 0
+    assert figures["move_bytes"] > 0
+    assert figures["imbalance_before"] > 1.4
+    assert figures["imbalance_planned"] < 1.1
+    assert figures["imbalance_after"] < 1.3
+    assert figures["steps_watched"] > 0
+    # 1.4 to 2 times on a quiet machine; to wait for weights would be seconds.
+    assert figures["step_ms_longest"] < 5 * figures["step_ms_median"]
+    assert len(report["epochs"]) == 1 + figures["views"]
+
+
 @pytest.mark.parametrize(("kill", "ranks"), [("worker", 8), ("engine", 4)])
 def test_dead_rank_costs_no_request_and_changes_no_token(
     folder: Path, kill: str, ranks: int

@@ -312,6 +312,12 @@ class StageDouble:
     def gone(self, rank: int) -> bool:
         return self.now
 
+    def rebalance(self) -> None:
+        self.log.append("rebalance")
+
+    def rebalanced(self) -> bool:
+        return self.now
+
 
 @pytest.mark.parametrize(
     ("scenario", "log"),
@@ -321,6 +327,7 @@ class StageDouble:
         (Scenario.SCALE, ["open 4", "open 5", "drain [3, 4, 5]"]),
         (Scenario.DRAIN, ["drain [2]"]),
         (Scenario.LOST_EXPERT, ["kill"]),
+        (Scenario.REBALANCE, ["rebalance"]),
     ],
 )
 def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: list[str]) -> None:
@@ -367,6 +374,8 @@ def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None
         ({"scenario": Scenario.REJOIN, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT}, "--restore"),
+        ({"scenario": Scenario.REBALANCE}, "nothing is killed in it"),
+        ({"scenario": Scenario.REBALANCE, "kill": Kill.NONE}, "use 100 or more"),
         ({"restore": Restore.DISK}, "--restore"),
         (
             {"scenario": Scenario.SCALE, "kill": Kill.NONE, "ranks": 1, "nodes": 1},
