@@ -259,6 +259,10 @@ EP_API int ep_dispatch_recv(ep_session* session, uint32_t exchange, uint32_t cha
 EP_API int ep_dispatch(ep_session* session, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype,
                        const void* ids, uint32_t ids_bytes, const float* weights, uint32_t tokens, ep_received* out, uint8_t* lost);
 EP_API int ep_combine_send(ep_session* session, uint32_t exchange, uint32_t channel);
+/* Where rows of x_dtype may be written so that dispatch of up to max_tokens of them copies none: pass that address as x.
+ * They are this rank's own from its combine's return to its next dispatch's. And where a combine leaves its result, to be
+ * passed as `out`: valid until the channel's next combine. NULL: there is no such place, any memory is as good. */
+EP_API int ep_exchange_buffers(ep_session* session, uint32_t exchange, uint32_t channel, uint32_t x_dtype, void** in, void** out);
 EP_API int ep_combine_recv(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
 EP_API int ep_combine(ep_session* session, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype);
 

@@ -14,7 +14,7 @@ constexpr QuantFormat kOutputFormat{EP_FP8, false, 1.0f};
 
 bool expands(const ep_exchange_config& x) { return x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED; }
 
-// Both writers of an output row: what the expert kernel wrote, and what home ranks read.
+// Outputs that travel quantised: what the expert kernel wrote, in bf16, and what home ranks read.
 struct Outputs {
   const ep_geometry& g;
   const ep_exchange_config& x;
@@ -22,9 +22,7 @@ struct Outputs {
   u8* data;
   Flight& f;
 
-  bool quantised() const { return x.combine_dtype == EP_FP8; }
-  const u8* written(u64 row) const { return quantised() ? data + l.y_full + row * g.hidden * 2 : data + l.y + row * l.y_row_bytes; }
-  u32 written_dtype() const { return quantised() ? u32(EP_BF16) : x.combine_dtype; }
+  const u8* written(u64 row) const { return data + l.y_full + row * g.hidden * 2; }
 
   void quantise(u64 row) const {
     to_float(f.wide.data(), written(row), EP_BF16, g.hidden);
@@ -33,13 +31,12 @@ struct Outputs {
   }
   void reduce(u64 to_row, const Addend* addends, u32 count) const {
     u8* to = data + l.y_reduced + to_row * l.y_row_bytes;
-    if (!quantised()) return sum_rows(to, x.combine_dtype, addends, count, written_dtype(), g.hidden);
-    sum_rows(f.wide.data(), EP_FP32, addends, count, written_dtype(), g.hidden);
+    sum_rows(f.wide.data(), EP_FP32, addends, count, EP_BF16, g.hidden);
     quantise_row(kOutputFormat, f.wide.data(), g.hidden, to, to + g.hidden);
   }
 };
 
-// Layouts by expert, one row per rank: the weighted sum of each token's outputs here, in top-k order.
+// Layouts by expert, one quantised row per rank: the weighted sum of each token's outputs here, in top-k order.
 void reduce_tokens(const Outputs& o, u32 ranks, const Landing& landing) {
   auto ids = reinterpret_cast<const int32_t*>(o.data + o.l.recv_ids), places = reinterpret_cast<const int32_t*>(o.data + o.l.expanded_of);
   auto weights = reinterpret_cast<const float*>(o.data + o.l.recv_weights);
@@ -50,7 +47,8 @@ void reduce_tokens(const Outputs& o, u32 ranks, const Landing& landing) {
       u32 count = 0;
       for (u64 i = 0; i < k; ++i) {
         const u64 pair = (source * o.l.source_rows + t * per_token + (per_token > 1 ? i : 0)) * k + i;
-        if (ids[pair] >= 0) addends[count++] = {o.written(u64(places[pair])), weights[pair]};
+        const u64 place = u64(int64_t(read_once(places[pair])));
+        if (ids[pair] >= 0 && place < o.l.expanded_rows) addends[count++] = {o.written(place), weights[pair]};
       }
       if (count) o.reduce(source * o.x.max_tokens + t, addends, count);
     }
@@ -60,7 +58,7 @@ void reduce_tokens(const Outputs& o, u32 ranks, const Landing& landing) {
 void quantise_all(const Outputs& o, u32 ranks, const Landing& landing) {
   if (expands(o.x)) {
     for (u32 s = 0; s < o.g.slots; ++s)
-      for (u64 end = landing.next[s], row = end - u64(landing.tally[1 + s]); row < end; ++row) o.quantise(row);
+      for (u64 row = landing.starts[s], end = row + u64(landing.tally[1 + s]); row < end; ++row) o.quantise(row);
     return;
   }
   auto ids = reinterpret_cast<const int32_t*>(o.data + o.l.recv_ids);
@@ -86,8 +84,9 @@ void quantise_all(const Outputs& o, u32 ranks, const Landing& landing) {
 void Runner::finish_outputs(Flight& f, u32 channel) {
   const Outputs o{g_, g_.exchange[f.exchange], layout_.channel[f.exchange][channel], own_.data, f};
   const Landing& landing = landings_[f.exchange][channel];
+  if (!block_of(o.x.combine_dtype)) return;  // home ranks read what the kernel wrote
   if (expands(o.x) && o.x.reduce == EP_REDUCE_PER_RANK) reduce_tokens(o, g_.max_ranks, landing);
-  else if (o.quantised()) quantise_all(o, g_.max_ranks, landing);
+  else quantise_all(o, g_.max_ranks, landing);
 }
 
 // The outputs that are owed to a token, in the order in which they are added. An output without a place at its owner, as
@@ -96,12 +95,13 @@ u32 Runner::addends_of(const Flight& f, const ChannelLayout& l, u32 t, Addend* o
   const auto& x = g_.exchange[f.exchange];
   const u64 k = g_.topk, first = (x.replicated ? 0 : u64(me_) * l.source_rows);
   const bool by_expert = expands(x), exact = !by_expert && l.expanded_rows, per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
+  const bool reduced = by_expert && !per_expert && block_of(x.combine_dtype);
   const bool copies_per_expert = x.copies == EP_COPIES_PER_EXPERT;
   u32 count = 0;
   // The output of one choice, or of the whole row where choice is K.
   auto add = [&](u32 rank, u64 choice, float weight) {
     const u8* data = data_of(rank);
-    if (by_expert && !per_expert) {
+    if (reduced) {
       out[count++] = {data + l.y_reduced + (u64(me_) * x.max_tokens + t) * l.y_row_bytes, weight};
       return;
     }
@@ -126,12 +126,14 @@ u32 Runner::addends_of(const Flight& f, const ChannelLayout& l, u32 t, Addend* o
   for (u32 half = 0; half < 2; ++half)
     for (u64 owed = f.owed[u64(t) * 2 + half]; owed; owed &= owed - 1) {
       const u32 rank = half * 64 + u32(__builtin_ctzll(owed));
-      if (!copies_per_expert || by_expert) {
+      if (reduced || !(copies_per_expert || by_expert)) {
         add(rank, k, 1.0f);
         continue;
       }
+      // By expert there is one memory here for owner and home: the rank's sum is taken at home and rounded like a row.
       for (u64 i = 0; i < k; ++i)
-        if (routes[i].rank == int32_t(rank)) add(rank, i, 1.0f);
+        if (routes[i].rank == int32_t(rank)) add(rank, i, by_expert ? f.weights[t * k + i] : 1.0f);
+      if (by_expert) out[count - 1].last_of_rank = true;
     }
   return count;
 }

@@ -13,6 +13,7 @@ void from_float(void* dst, u32 dst_dtype, const float* src, u64 n);
 struct Addend {
   const u8* row;
   float weight;
+  bool last_of_rank = false;  // what came since the last such one is rounded to the rows' own type before it is added
 };
 // out = sum of weight * float(row), in order, in fp32: every product and every sum is rounded (no fused multiply-add).
 // With weight 1 a plain sum; without addends zeros. out is fp32, fp16 or bf16.

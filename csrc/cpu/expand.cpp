@@ -29,8 +29,8 @@ u32 pack_scales(u32 dtype, const u8* from, u64 first, u64 blocks) {
 }  // namespace
 
 Expansion::Expansion(const ep_geometry& g, const ep_exchange_config& x, const ChannelLayout& l, u8* data, Landing& landing)
-    : g_(g), x_(x), l_(l), landing_(landing), rows_(data + l.rows), scales_(data + l.scales), expanded_(data + l.expanded),
-      expanded_scales_(data + l.expanded_scales), ids_(reinterpret_cast<int32_t*>(data + l.recv_ids)),
+    : g_(g), x_(x), l_(l), landing_(landing), expanded_(data + l.expanded), expanded_scales_(data + l.expanded_scales),
+      ids_(reinterpret_cast<int32_t*>(data + l.recv_ids)),
       places_(reinterpret_cast<int32_t*>(data + l.expanded_of)), counts_(reinterpret_cast<int32_t*>(data + l.slot_counts)),
       offsets_(reinterpret_cast<int32_t*>(data + l.slot_offsets)), row_slots_(reinterpret_cast<int32_t*>(data + l.row_slots)),
       contiguous_(x.layout == EP_LAYOUT_CONTIGUOUS), stream_(streams(landing.arrived * l.row_bytes)) {}
@@ -41,7 +41,7 @@ int Expansion::plan() {
   for (u32 s = 0; s < g_.slots; ++s) {
     const u32 n = u32(tally[s]);
     if (!contiguous_ && n > l_.room) return int(s);
-    landing_.next[s] = u32(at);
+    landing_.starts[s] = landing_.next[s] = u32(at);
     if (contiguous_) offsets_[s] = int32_t(at);
     at += contiguous_ ? (n + kAlignment - 1) / kAlignment * kAlignment : l_.room;
     // Room is for distinct experts in a token; the same one named again may need more.
@@ -49,33 +49,36 @@ int Expansion::plan() {
     rows += n;
   }
   if (contiguous_) offsets_[g_.slots] = int32_t(at);
+  landing_.starts[g_.slots] = u32(at);
   stream_ = streams(rows * l_.row_bytes);
   return -1;
 }
 
-void Expansion::take(u64 row) {
+void Expansion::take(u64 row, const u8* from, const u8* scales) {
   u8* to[EP_MAX_TOPK];
   u32 count = 0;
   const u64 k = g_.topk;
   for (u64 i = row * k; i < (row + 1) * k; ++i) {
-    if (ids_[i] < 0) {
+    // Checked when they were counted; but the engine can write here, so nothing is stored where they may have changed.
+    const u32 slot = u32(read_once(ids_[i]));
+    const u64 place = slot < g_.slots ? landing_.next[slot]++ : l_.expanded_rows;
+    if (place >= l_.expanded_rows) {
       places_[i] = -1;
       continue;
     }
-    const u64 place = landing_.next[ids_[i]]++;
     places_[i] = int32_t(place);
     if (contiguous_) mark(place);
     to[count++] = expanded_ + place * l_.row_bytes;
-    if (l_.scale_bytes) put_scales(place, scales_ + row * l_.scale_bytes);
+    if (l_.scale_bytes) put_scales(place, scales);
   }
-  kernels.spread(to, count, rows_ + row * l_.row_bytes, l_.row_bytes, stream_);
+  kernels.spread(to, count, from, l_.row_bytes, stream_);
 }
 
-void Expansion::append(u64 row, u64 place) {
+void Expansion::append(u64 row, u64 place, const u8* from, const u8* scales) {
   places_[row * g_.topk] = int32_t(place);
   u8* to = expanded_ + place * l_.row_bytes;
-  kernels.spread(&to, 1, rows_ + row * l_.row_bytes, l_.row_bytes, stream_);
-  if (l_.scale_bytes) put_scales(place, scales_ + row * l_.scale_bytes);
+  kernels.spread(&to, 1, from, l_.row_bytes, stream_);
+  if (l_.scale_bytes) put_scales(place, scales);
 }
 
 void Expansion::put_scales(u64 place, const u8* from) {
@@ -104,9 +107,9 @@ void Expansion::finish() {
   if (stream_) stream_fence();
   if (!contiguous_) return;
   for (u32 s = 0; s < g_.slots; ++s) {
-    const u64 end = u64(offsets_[s + 1]);
-    u64 row = u64(offsets_[s]);
-    for (; row < landing_.next[s]; ++row) row_slots_[row] = int32_t(s);
+    const u64 end = landing_.starts[s + 1], last = landing_.starts[s] + u64(landing_.tally[1 + s]);
+    u64 row = landing_.starts[s];
+    for (; row < last; ++row) row_slots_[row] = int32_t(s);
     for (; row < end; ++row) {
       row_slots_[row] = -1;
       u64& bits = landing_.written[row / 64];
@@ -115,7 +118,7 @@ void Expansion::finish() {
       bits &= ~(1ull << (row % 64));
     }
   }
-  const u64 end = u64(offsets_[g_.slots]);
+  const u64 end = landing_.starts[g_.slots];
   for (u64 row = end; row < landing_.labelled; ++row) row_slots_[row] = -1;
   landing_.labelled = end;
 }

@@ -1,4 +1,4 @@
-// Rows from the order in which they were sent into the order of the expert kernel, always by source, token and top-k.
+// Rows from where their senders have them into the order of the expert kernel, always by source, token and top-k.
 #pragma once
 #include "runner.h"
 
@@ -12,9 +12,9 @@ class Expansion {
   // From the tally to counts and runs. Returns the slot that has more rows than room, or -1.
   int plan();
   // Row `row` (of all sources' rows) to each of its places here.
-  void take(u64 row);
+  void take(u64 row, const u8* from, const u8* scales);
   // Exact arrival: row `row` becomes row `place` of a tensor without gaps.
-  void append(u64 row, u64 place);
+  void append(u64 row, u64 place, const u8* from, const u8* scales);
   // Contiguous: zeros where a run was padded, labels for all rows.
   void finish();
 
@@ -27,7 +27,7 @@ class Expansion {
   const ep_exchange_config& x_;
   const ChannelLayout& l_;
   Landing& landing_;
-  u8 *rows_, *scales_, *expanded_, *expanded_scales_;
+  u8 *expanded_, *expanded_scales_;
   int32_t *ids_, *places_, *counts_, *offsets_, *row_slots_;
   bool contiguous_, stream_;
 };

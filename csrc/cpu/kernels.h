@@ -4,6 +4,8 @@
 
 namespace ep {
 
+struct Addend;
+
 struct Kernels {
   // Between a row and fp32, rounding to nearest even.
   void (*half_to_float)(float* dst, const u16* src, u64 n);
@@ -13,8 +15,11 @@ struct Kernels {
   // acc[i] += weight * src[i]; the product is rounded before the sum.
   void (*add_float)(float* acc, const float* src, float weight, u64 n);
   void (*add_half)(float* acc, const u16* src, float weight, u64 n);
-  void (*add_bf16)(float* acc, const u16* src, float weight, u64 n);
   void (*add_fp8)(float* acc, const u8* src, const float* scales, float weight, u64 n);  // n a multiple of 128
+  // acc[i] += part[i] rounded, part[i] = 0.
+  void (*move_half)(float* acc, float* part, u64 n);
+  // acc[i] = elements at + i of all addends, added as sum_rows (convert.h) says.
+  void (*sum_bf16)(float* acc, const Addend* addends, u32 count, u64 at, u64 n);
   // Quantise a row of n fp32 elements, n a multiple of the format's block (quant.h says how).
   void (*to_fp8)(u8* dst, float* scales, const float* src, u64 n, bool powers);
   void (*to_mxfp8)(u8* dst, u8* scales, const float* src, u64 n);

@@ -1,4 +1,5 @@
 // Vector code for any CPU.
+#include "convert.h"
 #include "kernels.h"
 
 #include <cstring>
@@ -11,6 +12,7 @@
 #pragma GCC optimize("no-trapping-math")
 #define EP_KERNELS portable
 #define EP_TABLE portable_kernels
+#define EP_VECTOR_BYTES 16
 #ifdef __SSE2__
 #define EP_VECTOR __m128i
 #define EP_STREAM(to, value) _mm_stream_si128(to, value)

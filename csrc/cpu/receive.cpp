@@ -25,6 +25,11 @@ void each_run(const u64* bits, u64 n, F f) {
   }
 }
 
+void count_slot(Landing& landing, int32_t slot) {
+  const u64 at = u64(int64_t(slot) + 1);
+  ++landing.tally[at < landing.tally.size() ? at : 0];
+}
+
 }  // namespace
 
 // Whether every member is at this layer with a number of tokens that can be; tears the step otherwise.
@@ -33,7 +38,7 @@ int Runner::check_arrivals(const Flight& f, u32 channel, u32* source_tokens) {
   const u32* members = view_->tables.head->incarnation;
   auto arrivals = reinterpret_cast<Arrival*>(own_.data + layout_.channel[f.exchange][channel].arrival);
   for (u32 source = 0; source < g_.max_ranks; ++source) {
-    source_tokens[source] = members[source] ? arrivals[source].tokens : 0;
+    source_tokens[source] = members[source] ? read_once(arrivals[source].tokens) : 0;
     if (!members[source]) continue;
     const bool differs = x.replicated && source_tokens[source] != f.tokens;
     if (source_tokens[source] <= x.max_tokens && arrivals[source].layer == f.layer && !differs) continue;
@@ -79,7 +84,7 @@ void Runner::take_tails(const ep_exchange_config& x, const ChannelLayout& l, Lan
       const u64 from = (at + first) * k, to = exact ? landing.arrived * k : from;
       if (set) {
         kernels.take_tails(ids + to, weights + to, tail_slots + from, tail_weights + from, count * k, g_.slots);
-        for (u64 i = to; i < to + count * k; ++i) ++landing.tally[1 + ids[i]];
+        for (u64 i = to; i < to + count * k; ++i) count_slot(landing, read_once(ids[i]));
         landing.arrived += count;
       } else if (!exact) {
         absent(at + first, count);
@@ -109,9 +114,15 @@ int Runner::lay_out(const Flight& f, const ChannelLayout& l, Landing& landing, c
   }
   u64 place = 0;
   for (u32 source = 0; source < g_.max_ranks; ++source) {
+    if (!source_tokens[source]) continue;
     const u64 at = u64(source) * l.source_rows;
+    const u8 *rows = data_of(source) + l.rows + at * l.row_bytes, *scales = data_of(source) + l.scales + at * l.scale_bytes;
     each_run(reinterpret_cast<u64*>(own_.data + l.bitmap) + source * l.bitmap_words, source_tokens[source] * per_token, [&](u64 first, u64 count, bool set) {
-      for (u64 row = at + first; set && row < at + first + count; ++row) by_expert ? expansion.take(row) : expansion.append(row, place++);
+      for (u64 i = first; set && i < first + count; ++i) {
+        const u64 token = i / per_token;
+        const u8 *from = rows + token * l.row_bytes, *from_scales = scales + token * l.scale_bytes;
+        by_expert ? expansion.take(at + i, from, from_scales) : expansion.append(at + i, place++, from, from_scales);
+      }
     });
   }
   expansion.finish();
@@ -127,7 +138,7 @@ void Runner::take_replicated(const Flight& f, const ChannelLayout& l, Landing& l
     const bool here = f.routes[i].rank == int32_t(me_);
     ids[i] = here ? f.routes[i].slot : -1;
     weights[i] = here ? f.weights[i] : 0.0f;
-    ++landing.tally[1 + ids[i]];
+    count_slot(landing, here ? f.routes[i].slot : -1);
   }
   for (u64 i = pairs; i < u64(landing.filled[0]) * g_.topk; ++i) ids[i] = -1, weights[i] = 0.0f;
   landing.filled[0] = f.tokens;

@@ -17,6 +17,7 @@ void Runner::prepare() {
       Landing& landing = landings_[i][c];
       landing.filled.assign(g_.max_ranks, u32(l.source_rows));  // whatever an earlier runner left in the region
       landing.tally.resize(1 + g_.slots);
+      landing.starts.resize(1 + g_.slots);
       landing.next.resize(g_.slots);
       if (x.layout != EP_LAYOUT_CONTIGUOUS) continue;
       landing.written.assign((l.expanded_rows + 63) / 64, ~0ull);
@@ -25,6 +26,7 @@ void Runner::prepare() {
   }
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) {
     Flight& f = flights_[c];
+    f.ids.resize(cap[c] * g_.topk);
     f.routes.resize(cap[c] * g_.topk);
     f.weights.resize(cap[c] * g_.topk);
     f.owed.resize(cap[c] * 2);
@@ -50,9 +52,10 @@ static void renormalise(const int32_t* ids, const Route* routes, float* weights,
 // Step 1: logical experts to copies, by the bank of this step's view.
 int Runner::route(const Dispatch& d, Flight& f) {
   const u64 pairs = u64(d.tokens) * g_.topk;
+  std::copy_n(d.ids, pairs, f.ids.begin());
   for (u64 i = 0; i < pairs; ++i)
-    if (d.ids[i] < -1 || d.ids[i] >= int32_t(g_.experts))
-      return fail(EP_EINVAL, "token %llu names expert %d; ids must be -1 (none) or 0..%u", (unsigned long long)(i / g_.topk), d.ids[i], g_.experts - 1);
+    if (f.ids[i] < -1 || f.ids[i] >= int32_t(g_.experts))
+      return fail(EP_EINVAL, "token %llu names expert %d; ids must be -1 (none) or 0..%u", (unsigned long long)(i / g_.topk), f.ids[i], g_.experts - 1);
   std::copy_n(d.weights, pairs, f.weights.begin());
   const u32 policy = own_.header->policy.load(std::memory_order_relaxed);
   std::fill_n(f.owed.begin(), u64(d.tokens) * 2, 0);
@@ -70,10 +73,9 @@ int Runner::route(const Dispatch& d, Flight& f) {
     for (u32 k = 0; k < g_.topk; ++k) {
       const u64 i = u64(t) * g_.topk + k;
       f.routes[i] = {-1, -1};
-      const u32 id = u32(d.ids[i]);  // in memory of the engine: it is looked at again
-      if (id >= g_.experts) continue;
-      const Replica* r = choose_replica(view_->tables, g_, d.layer, id, point);
-      load[id] += !replicated || me_ == (r ? r->rank : first);
+      if (f.ids[i] < 0) continue;
+      const Replica* r = choose_replica(view_->tables, g_, d.layer, u32(f.ids[i]), point);
+      load[f.ids[i]] += !replicated || me_ == (r ? r->rank : first);
       if (!r) {
         lost = 1;
         continue;
@@ -82,7 +84,7 @@ int Runner::route(const Dispatch& d, Flight& f) {
       f.owed[u64(t) * 2 + r->rank / 64] |= 1ull << (r->rank % 64);
     }
     if (d.lost) d.lost[t] = lost;
-    if (lost && policy & EP_POLICY_RENORMALISE) renormalise(d.ids + u64(t) * g_.topk, f.routes.data() + u64(t) * g_.topk, f.weights.data() + u64(t) * g_.topk, g_.topk);
+    if (lost && policy & EP_POLICY_RENORMALISE) renormalise(f.ids.data() + u64(t) * g_.topk, f.routes.data() + u64(t) * g_.topk, f.weights.data() + u64(t) * g_.topk, g_.topk);
     if (lost && !(policy & EP_POLICY_SERVE)) return fail(EP_ELOST, "token %u needs an expert of layer %u that no member holds", t, d.layer);
   }
   return 0;

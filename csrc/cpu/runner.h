@@ -42,6 +42,7 @@ struct Flight {
   enum Phase { kIdle, kSent, kReceived, kReady } phase = kIdle;
   u32 exchange = 0, layer = 0, tokens = 0;
   u64 tag = 0;
+  std::vector<int32_t> ids;    // [cap * topk] as checked: what the engine handed over is shared memory
   std::vector<Route> routes;   // [cap * topk]
   std::vector<float> weights;  // [cap * topk]
   std::vector<u64> owed;       // [cap][2] ranks that owe an output, as bits
@@ -54,11 +55,29 @@ struct Flight {
 struct Landing {
   std::vector<u32> filled;     // [R] rows of recv_ids that may name a slot
   std::vector<int32_t> tally;  // [1 + S] rows per slot; [0] takes what is for nobody here
+  std::vector<u32> starts;     // [S + 1] first row of each slot
   std::vector<u32> next;       // [S] where a slot's next row goes
   std::vector<u64> written;    // contiguous: rows that may not be zero, as bits
   u64 labelled = 0;            // contiguous: rows of row_slots that may not be -1
   u64 arrived = 0;
 };
+
+// Where an engine's rows and their scales lie when nothing has to be copied for a dispatch: in the rank's own rows where
+// they are in the wire's format, else where service launch hands them over. nullptr: nowhere (inline launch converts).
+struct Staging {
+  u8 *rows, *scales;
+};
+Staging staging(const ep_geometry& geometry, const Layout& layout, u32 exchange, u32 channel, u32 rank, u32 x_dtype, u8* data);
+
+// A value in memory that the engine can write too: what was checked is what is used.
+template <class T>
+inline T read_once(const T& value) {
+  return __atomic_load_n(&value, __ATOMIC_RELAXED);
+}
+
+// Whether readers take rows from where the sender has them: those that put them into an order of their own anyway. Others
+// are sent copies.
+inline bool pulls(const ChannelLayout& l) { return l.expanded_rows != 0; }
 
 class Runner {
  public:
@@ -85,6 +104,7 @@ class Runner {
   int dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_tokens);
   int combine_send(u32 exchange, u32 channel);
   int combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype);
+  Staging staging(u32 exchange, u32 channel, u32 x_dtype) const { return ep::staging(g_, layout_, exchange, channel, me_, x_dtype, own_.data); }
 
   const Layout& layout() const { return layout_; }
   const ep_geometry& geometry() const { return g_; }

@@ -49,12 +49,20 @@ int execute(Runner& r, u32 channel, Command& command) {
   const auto& l = r.layout().channel[c.exchange < EP_MAX_EXCHANGES ? c.exchange : 0][channel];
   u8* data = r.data();
   auto send = [&] {
-    // Scales of rows that are quantised already lie behind the rows.
-    const u8* scales = data + l.in_x + c.tokens * l.row_bytes;
-    return r.dispatch_send({c.exchange, channel, c.layer, c.tokens, c.sequence, c.x_dtype, data + l.in_x,
-                            reinterpret_cast<int32_t*>(data + l.in_ids), reinterpret_cast<float*>(data + l.in_weights), data + l.in_lost, scales, c.global_scale});
+    const Staging at = r.staging(c.exchange, channel, c.x_dtype);
+    return r.dispatch_send({c.exchange, channel, c.layer, c.tokens, c.sequence, c.x_dtype, at.rows, reinterpret_cast<int32_t*>(data + l.in_ids),
+                            reinterpret_cast<float*>(data + l.in_weights), data + l.in_lost, at.scales, c.global_scale});
   };
-  auto receive = [&] { return r.dispatch_recv(c.exchange, channel, &command.arrived, command.source_tokens); };
+  auto receive = [&] {
+    // Counts that are used on the way do not lie where the engine can write.
+    u64 arrived = 0;
+    u32 source_tokens[EP_MAX_RANKS] = {};
+    if (int bad = r.dispatch_recv(c.exchange, channel, &arrived, source_tokens)) return bad;
+    command.arrived = arrived;
+    memcpy(command.source_tokens, source_tokens, sizeof source_tokens);
+    return 0;
+  };
+  auto sum = [&] { return r.combine_recv(c.exchange, channel, data + l.out, c.out_dtype); };
   switch (c.op) {
     case kOpBarrier: return r.barrier(c.tokens, u64(c.timeout_ms) * 1'000'000, &r.header().step_info);
     case kOpStepEnd: return r.end_step(&command.complete);
@@ -66,10 +74,10 @@ int execute(Runner& r, u32 channel, Command& command) {
       return status ? status : receive();
     }
     case kOpCombineSend: return r.combine_send(c.exchange, channel);
-    case kOpCombineRecv: return r.combine_recv(c.exchange, channel, data + l.out, c.out_dtype);
+    case kOpCombineRecv: return sum();
     case kOpCombine: {
       int status = r.combine_send(c.exchange, channel);
-      return status ? status : r.combine_recv(c.exchange, channel, data + l.out, c.out_dtype);
+      return status ? status : sum();
     }
     default: return fail(EP_EMISMATCH, "unknown command %u; engine and worker are of different versions", c.op);
   }

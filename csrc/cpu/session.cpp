@@ -20,6 +20,11 @@ constexpr u64 kLook = 20'000'000;
 void hand_over(void* to, const void* from, u64 bytes) {
   u8* d = static_cast<u8*>(to);
   const u8* f = static_cast<const u8*>(from);
+  if (d == f) return;  // the engine worked in the region itself
+  if (f < d + bytes && d < f + bytes) {
+    memmove(d, f, bytes);
+    return;
+  }
   if (streams(bytes)) {
     const u64 head = -reinterpret_cast<u64>(d) % 64, body = (bytes - head) / 64 * 64;
     memcpy(d, f, head);
@@ -42,6 +47,8 @@ struct ep_session {
   std::unique_ptr<Runner> runner;  // inline
   std::vector<int32_t> ids;   // inline: converted ids
   u32 sequence = 0;
+  u32 tokens[EP_MAX_CHANNELS] = {};  // of the channel's exchange
+  bool flying[EP_MAX_CHANNELS] = {};  // between dispatch and combine others may read the rows handed over
   bool in_step = false;
   pid_t pid = getpid();
 
@@ -101,12 +108,17 @@ struct ep_session {
     return answer(channel, limit);
   }
 
-  int check_exchange(u32 exchange, u32 channel, u32 dtype, bool sending = false) {
-    if (int bad = check_fork()) return bad;
+  int check_names(u32 exchange, u32 channel, u32 dtype, bool sending) const {
     if (exchange >= geometry.exchanges || channel >= geometry.exchange[exchange].channels)
       return fail(EP_EINVAL, "exchange %u channel %u does not exist; the group has %u exchanges", exchange, channel, geometry.exchanges);
     if (dtype > EP_BF16 && !(sending && dtype == geometry.exchange[exchange].dispatch_dtype))
       return fail(EP_EINVAL, "dtype %u cannot be used here; it must be fp32 (0), fp16 (1) or bf16 (2), or for rows that are quantised already the exchange's own", dtype);
+    return 0;
+  }
+
+  int check_exchange(u32 exchange, u32 channel, u32 dtype, bool sending = false) {
+    if (int bad = check_fork()) return bad;
+    if (int bad = check_names(exchange, channel, dtype, sending)) return bad;
     return in_step ? check_fenced() : fail(EP_EUSAGE, "exchange outside a step; open one with step_begin");
   }
 
@@ -255,6 +267,7 @@ int ep_step_begin(ep_session* s, uint32_t tokens, uint32_t timeout_ms, ep_step_i
   if (status) return status;
   s->in_step = true;
   s->sequence = 0;
+  for (bool& flying : s->flying) flying = false;
   return 0;
 }
 
@@ -314,14 +327,19 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
   const ChannelLayout& l = s->layout.channel[exchange][channel];
   const u64 pairs = u64(tokens) * s->geometry.topk;
   u8* d = s->data();
+  if (s->flying[channel]) return fail(EP_EUSAGE, "dispatch on channel %u before the combine of its last exchange", channel);
   if (!s->runner) s->drain(channel);
   if (int bad = s->take_ids(ids, ids_bytes, pairs, reinterpret_cast<int32_t*>(d + l.in_ids))) return bad;
-  if (s->runner)
-    return s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids), weights,
-                                     d + l.in_lost, rows.scales, rows.global_scale});
-  const u64 row_bytes = row_payload_bytes(rows.x_dtype, s->geometry.hidden);
-  hand_over(d + l.in_x, rows.x, tokens * row_bytes);
-  if (block_of(rows.x_dtype)) memcpy(d + l.in_x + tokens * row_bytes, rows.scales, tokens * l.scale_bytes);
+  s->tokens[channel] = tokens;
+  if (s->runner) {
+    const int bad = s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids),
+                                              weights, d + l.in_lost, rows.scales, rows.global_scale});
+    s->flying[channel] = !bad;
+    return bad;
+  }
+  const Staging at = staging(s->geometry, s->layout, exchange, channel, s->link.rank, rows.x_dtype, d);
+  hand_over(at.rows, rows.x, tokens * row_payload_bytes(rows.x_dtype, s->geometry.hidden));
+  if (block_of(rows.x_dtype)) hand_over(at.scales, rows.scales, tokens * l.scale_bytes);
   memcpy(d + l.in_weights, weights, pairs * 4);
   Command& c = s->header().command[channel];
   c.exchange = exchange;
@@ -331,18 +349,24 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
   c.global_scale = rows.global_scale;
   c.sequence = s->sequence++;
   s->post(channel, op);
+  s->flying[channel] = true;
   return 0;
 }
 
 u64 exchange_limit(ep_session* s) { return 2 * s->header().timeouts.exchange_timeout_ns; }
 
-int finish_dispatch(ep_session* s, u32 exchange, u32 channel, ep_received* out, uint8_t* lost, u32 tokens) {
+int finish_dispatch(ep_session* s, u32 exchange, u32 channel, ep_received* out, uint8_t* lost) {
   const Command& c = s->header().command[channel];
   out->arrived = c.arrived;
   s->fill_received(exchange, channel, out);
   memcpy(out->tokens, c.source_tokens, sizeof out->tokens);
-  if (lost) memcpy(lost, s->data() + s->layout.channel[exchange][channel].in_lost, tokens);
+  if (lost) memcpy(lost, s->data() + s->layout.channel[exchange][channel].in_lost, s->tokens[channel]);
   return 0;
+}
+
+void take_result(ep_session* s, u32 exchange, u32 channel, void* out, u32 out_dtype) {
+  s->flying[channel] = false;
+  hand_over(out, s->data() + s->layout.channel[exchange][channel].out, u64(s->tokens[channel]) * s->geometry.hidden * element_bytes(out_dtype));
 }
 
 }  // namespace
@@ -365,9 +389,10 @@ int ep_dispatch_recv(ep_session* s, uint32_t exchange, uint32_t channel, ep_rece
     memset(c.source_tokens, 0, sizeof c.source_tokens);
     if (int bad = s->runner->dispatch_recv(exchange, channel, &c.arrived, c.source_tokens)) return bad;
   } else if (int bad = s->answer(channel, exchange_limit(s))) {
+    s->flying[channel] = false;  // nothing was sent, or the step is torn
     return bad;
   }
-  return finish_dispatch(s, exchange, channel, out, lost, c.source_tokens[s->link.rank]);
+  return finish_dispatch(s, exchange, channel, out, lost);
 }
 
 int ep_dispatch(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype, const void* ids,
@@ -386,12 +411,16 @@ int ep_combine_send(ep_session* s, uint32_t exchange, uint32_t channel) {
 
 int ep_combine_recv(ep_session* s, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype) {
   if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
-  if (s->runner) return s->runner->combine_recv(exchange, channel, out, out_dtype);
+  if (s->runner) {
+    const int bad = s->runner->combine_recv(exchange, channel, out, out_dtype);
+    if (!bad) s->flying[channel] = false;
+    return bad;
+  }
   Command& c = s->header().command[channel];
   c.exchange = exchange;
   c.out_dtype = out_dtype;
   if (int bad = s->call(channel, kOpCombineRecv, exchange_limit(s))) return bad;
-  hand_over(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  take_result(s, exchange, channel, out, out_dtype);
   return 0;
 }
 
@@ -399,13 +428,21 @@ int ep_combine(ep_session* s, uint32_t exchange, uint32_t channel, void* out, ui
   if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
   if (s->runner) {
     if (int bad = s->runner->combine_send(exchange, channel)) return bad;
-    return s->runner->combine_recv(exchange, channel, out, out_dtype);
+    return ep_combine_recv(s, exchange, channel, out, out_dtype);
   }
   Command& c = s->header().command[channel];
   c.exchange = exchange;
   c.out_dtype = out_dtype;
   if (int bad = s->call(channel, kOpCombine, exchange_limit(s))) return bad;
-  hand_over(out, s->data() + s->layout.channel[exchange][channel].out, u64(c.source_tokens[s->link.rank]) * s->geometry.hidden * element_bytes(out_dtype));
+  take_result(s, exchange, channel, out, out_dtype);
+  return 0;
+}
+
+int ep_exchange_buffers(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t x_dtype, void** in, void** out) {
+  if (int bad = s->check_fork()) return bad;
+  if (int bad = s->check_names(exchange, channel, x_dtype, true)) return bad;
+  *in = staging(s->geometry, s->layout, exchange, channel, s->link.rank, x_dtype, s->data()).rows;
+  *out = s->runner ? nullptr : s->data() + s->layout.channel[exchange][channel].out;
   return 0;
 }
 

@@ -31,16 +31,32 @@ class Engine(raw.RawSession):
     def prepare(self, case: Case, rank: int) -> None:
         """Inputs and buffers of one case."""
         self.case = case
-        self.x = case.rows(rank)
+        rows = case.rows(rank)
+        self._plain = rows, np.zeros_like(rows)
         self.ids = case.ids(rank)
         self.weight = case.weights()
-        self.result = np.zeros_like(self.x)
         self.x_dtype = int(_X_DTYPE[case.dtype])
         self.received = abi.Received()
         self.lost: npt.NDArray[np.uint8] = np.zeros(case.tokens, np.uint8)
+        self.work_in(place=False)
+
+    def work_in(self, *, place: bool) -> None:
+        """Whether rows and results are the engine's own tensors, or lie where they travel."""
+        self.x, self.result = self._plain
+        rows, result = ctypes.c_void_p(), ctypes.c_void_p()
+        if place:
+            code = self._api.ep_exchange_buffers(
+                self._handle, 0, 0, self.x_dtype, ctypes.byref(rows), ctypes.byref(result)
+            )
+            raw.check(code, "buffers")
+        if rows.value is not None:
+            self.x = raw.view(rows.value, self.x.shape, self.x.dtype)
+            self.x[:] = self._plain[0]
+        if result.value is not None:
+            self.result = raw.view(result.value, self.x.shape, self.x.dtype)
         self._dispatch_arguments = (
             *(self._handle, 0, 0, 0, self.x.ctypes.data, self.x_dtype, self.ids.ctypes.data),
-            *(self.ids.itemsize, self.weight.ctypes.data, case.tokens),
+            *(self.ids.itemsize, self.weight.ctypes.data, self.case.tokens),
             *(ctypes.byref(self.received), self.lost.ctypes.data),
         )
         self._combine_arguments = (self._handle, 0, 0, self.result.ctypes.data, self.x_dtype)
@@ -54,12 +70,15 @@ class Engine(raw.RawSession):
 
     def verify(self, rank: int) -> None:
         """One exchange whose outputs are the rows themselves; raises unless every sum is exact."""
+        self.result[:] = 0
         self.begin(self.case.tokens)
         got = self.dispatch(0, 0, self.x, self.ids, self.weight, x_dtype=self.x_dtype)
         spec = self.geometry.exchange[0]
-        per_pair = got.out.ndim == 3
-        rows = got.rows[:, None, :] if per_pair else got.rows
-        np.copyto(got.out, rows)
+        if got.places is None:
+            np.copyto(got.out, got.rows[:, None, :] if got.out.ndim == 3 else got.rows)
+        else:  # of all the room only what is used
+            for row in np.sort(got.places[got.places >= 0]):
+                got.out[row] = got.rows[row]
         raw.check(self._api.ep_combine(*self._combine_arguments), "combine")
         if not self.end():
             raise WrongResult("the first step is not complete")
@@ -106,13 +125,19 @@ class EngineRank:
     def on_verify(self) -> dict[str, int]:
         """See `Engine.verify`; answers who runs this rank's kernels."""
         assert self.session is not None
-        self.session.verify(self.rank)
+        for place in (True, False):
+            self.session.work_in(place=place)
+            self.session.verify(self.rank)
         return {"runner": int(self.session.status.runner_pid)}
 
-    def on_run(self, runs: int, repeat: int) -> dict[str, list[int]]:
-        """`runs` steps of `repeat` exchanges: ns per exchange, per step barrier, per whole step."""
+    def on_run(self, runs: int, repeat: int, place: bool = False) -> dict[str, list[int]]:
+        """`runs` steps of `repeat` exchanges: ns per exchange, per step barrier, per whole step.
+
+        `place`: rows and results lie where they travel; see `Engine.work_in`.
+        """
         session = self.session
         assert session is not None
+        session.work_in(place=place)
         exchange_ns, barrier_ns, step_ns = [], [], []
         for _ in range(runs):
             before = time.monotonic_ns()

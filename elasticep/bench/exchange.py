@@ -7,6 +7,7 @@ layout, counts, waiting and sums; but not the expert kernel. Median over runs, m
 """
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,14 @@ from elasticep.bench.report import run_command as run_command
 from elasticep.errors import ConfigError, ElasticEPError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
+from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import PRESET_NAMES, Copies, ExchangeSpec, Layout, Reduce
 from elasticep.testing.local_group import LocalGroup, spread
 
 ENGINE: Final = "elasticep.bench.engine:EngineRank"
+IN_PLACE: Final = "elasticep, in place"
+PEERS: Final = ("gloo", "mpi", "mpi bare", "mpi by expert", "memcpy")
 GOAL_GLOO: Final = 6.0
 GOAL_MPI: Final = 1.3
 GOAL_MEMCPY: Final = 0.6
@@ -32,6 +36,12 @@ SMALL_TOKENS: Final = 64
 LARGE_TOKENS: Final = 4096
 _MAX_REPEAT: Final = 16
 _MAX_RUNS: Final = 200
+TIMEOUTS: Final = abi.Timeouts(  # gigabytes are touched for the first time in the first exchange
+    suspect_after_ns=1_000_000_000,
+    hang_timeout_ns=30_000_000_000,
+    exchange_timeout_ns=30_000_000_000,
+    step_timeout_ns=60_000_000_000,
+)
 _REPEAT_S: Final = 0.02  # exchanges of a run: as many as fit into this
 
 
@@ -94,10 +104,10 @@ def spec_of(preset: str, case: Case) -> ExchangeSpec:
         combine_dtype=case.dtype,
     )
     if spec.layout is Layout.MASKED:
-        # The worst case is room for all rows in each block. Four times the mean and some is ample
-        # for a uniform router.
+        # The worst case is room for all rows in each block. Eight standard deviations above the
+        # mean are ample for a uniform router.
         mean = case.ranks * case.tokens * case.topk / case.experts
-        room = min(case.ranks * case.tokens, int(4 * mean) + 32)
+        room = min(case.ranks * case.tokens, int(mean + 8 * math.sqrt(mean)) + 32)
         spec = replace(spec, masked_room=room)
     return spec
 
@@ -142,7 +152,7 @@ class OurGroup:
         self._engines = engines
         struct = geometry_struct(group_config(preset, case, launch))
         with ranks.environment(env or {}):  # workers inherit it
-            self._group = LocalGroup(struct)
+            self._group = LocalGroup(struct, timeouts=TIMEOUTS)
         try:
             each = {
                 rank: {
@@ -192,7 +202,7 @@ class Systems:
         for one in (self.engines, *self.others.values()):
             one.close()
 
-    def peer_series(self, case: Case) -> list[Series]:
+    def peer_series(self, case: Case, spec: ExchangeSpec) -> list[Series]:
         """Series of the peers, with their buffers made."""
         found = []
         for name, system in self.others.items():
@@ -200,11 +210,15 @@ class Systems:
             found.append(Series(name, _runner(system, "run")))
             if name == "mpi":
                 found.append(Series("mpi bare", _runner(system, "bare")))
+                if spec.by_expert:
+                    found.append(Series("mpi by expert", _runner(system, "by_expert")))
         return found
 
 
-def _runner(system: ranks.RankSet, op: str) -> Callable[[int, int], list[dict[str, Any]]]:
-    return lambda runs, repeat: system.call(op, runs=runs, repeat=repeat)
+def _runner(
+    system: ranks.RankSet, op: str, **same: Any
+) -> Callable[[int, int], list[dict[str, Any]]]:
+    return lambda runs, repeat: system.call(op, runs=runs, repeat=repeat, **same)
 
 
 def measure(
@@ -219,7 +233,9 @@ def measure(
         return [ours]
     try:
         series = [ours, Series("memcpy", _runner(systems.engines, "memcpy"))]
-        series += systems.peer_series(case)
+        if launch == Launch.SERVICE:
+            series.append(Series(IN_PLACE, _runner(systems.engines, "run", place=True)))
+        series += systems.peer_series(case, spec_of(preset, case))
         interleave(series, rounds, round_s)
     finally:
         group.close()
@@ -236,11 +252,17 @@ def _against(ours: Series, other: Series | None) -> report.Ratio | None:
 
 
 def add_row(
-    table: report.Table, case: Case, preset: str, launch: str, series: Sequence[Series]
+    table: report.Table,
+    case: Case,
+    preset: str,
+    launch: str,
+    series: Sequence[Series],
+    who: str = "elasticep",
 ) -> dict[str, Any]:
-    """One line of the table, and the same as figures."""
+    """One line of the table, and the same as figures. `who`: which of our series it is about."""
     by_name = {one.name: one for one in series}
-    ours = by_name["elasticep"]
+    ours = by_name[who]
+    launch += who.removeprefix("elasticep")
     figures: dict[str, Any] = {
         "case": case.to_dict(),
         "preset": preset,
@@ -257,7 +279,7 @@ def add_row(
     cells = []
     goals = {"gloo": (GOAL_GLOO, SMALL_TOKENS), "mpi": (GOAL_MPI, SMALL_TOKENS)}
     goals["memcpy"] = (GOAL_MEMCPY, LARGE_TOKENS)
-    for name in ("gloo", "mpi", "mpi bare", "memcpy"):
+    for name in PEERS:
         other = by_name.get(name)
         ratio = _against(ours, other)
         if ratio is None:
@@ -285,7 +307,7 @@ def run(
     table = report.Table(
         f"CPU exchange, {first.ranks} ranks, hidden {first.hidden}, {first.experts} experts, "
         f"top {first.topk}, {first.dtype}: their time / ours",
-        ["tokens", "preset", "launch", "gloo", "mpi", "mpi bare", "memcpy"],
+        ["tokens", "preset", "launch", *PEERS],
     )
     result.tables.append(table)
     measured = result.figures["measured"] = []
@@ -296,6 +318,8 @@ def run(
                 for launch in launches:
                     series = measure(systems, case, preset, launch, rounds, round_s)
                     measured.append(add_row(table, case, preset, launch, series))
+                    if IN_PLACE in {one.name for one in series}:
+                        measured.append(add_row(table, case, preset, launch, series, IN_PLACE))
     finally:
         systems.close()
     result.machine["versions"] = systems.versions
@@ -304,7 +328,9 @@ def run(
         "memcpy: all ranks copy their remote bytes, there and back, at once; 0.6 is 60% of it",
         "mpi: pack, counts and two all-to-all-v, without the sum; mpi bare: the all-to-all-v alone",
         "gloo: all-gather of all rows and reduce-scatter",
-        "LOW_LATENCY, EXPAND and EXPAND_SYNC also group rows by expert, which no peer does here",
+        "LOW_LATENCY, EXPAND and EXPAND_SYNC also group rows by expert, which gloo and mpi do not",
+        "mpi by expert: mpi, and every row copied for each of its experts there, grouped",
+        "in place: rows are written and results read where the exchange has them",
         *(f"{name}: {version}" for name, version in systems.versions.items()),
         *(f"{name}: not measured, {why}" for name, why in systems.why_not.items()),
     ]
@@ -332,7 +358,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--launch", default="service", show_default=True, help="service, inline or both.")
 @click.option("--peers", "peer_names", default="gloo,mpi", show_default=True, help="'' for none.")
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--round-seconds", default=0.5, show_default=True, help="Of each system.")
+@click.option("--round-seconds", default=0.3, show_default=True, help="Of each system.")
 @click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
 @click.option("--plot", "plot_path", metavar="PNG", help="Draw the ratios.")
 def _command(**options: Any) -> None:

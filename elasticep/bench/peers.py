@@ -2,7 +2,9 @@
 
 gloo: all-gather of every row with its ids and weights, reduce-scatter of partial sums. MPI: rows
 packed per target rank, counts exchanged, all-to-all-v there and back; the sum over a token's rows
-is left out, which is in MPI's favour. `bare` times the two all-to-all-v alone.
+is left out, which is in MPI's favour. `bare` times the two all-to-all-v alone, `by_expert` adds
+what an expert kernel with a run of rows per expert needs: a copy of each row for each of its
+experts, grouped.
 """
 
 import importlib.util
@@ -11,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -158,6 +161,7 @@ class MpiRank:
         self.arrived = np.zeros((room, width), np.uint8)
         self.outputs = np.ones((room, sizes.row_bytes), np.uint8)
         self.returned = np.zeros((room, sizes.row_bytes), np.uint8)
+        self.grouped = np.zeros((room * sizes.topk, width), np.uint8)
         self.plan = self._pack()
         return {"version": self.mpi.Get_library_version().split(",")[0].strip()}
 
@@ -175,13 +179,17 @@ class MpiRank:
         self.comm.Alltoall(send, receive)
         return send, receive
 
-    def _all_to_all(self, plan: tuple[Any, Any]) -> None:
+    def _all_to_all(
+        self, plan: tuple[Any, Any], between: Callable[[int], None] | None = None
+    ) -> None:
         send, receive = plan
         byte, width, row = self.mpi.BYTE, self.rows.shape[1], self.case.row_bytes
         self.comm.Alltoallv(
             [self.packed, (send * width, _before(send) * width), byte],
             [self.arrived, (receive * width, _before(receive) * width), byte],
         )
+        if between is not None:
+            between(int(receive.sum()))
         self.comm.Alltoallv(
             [self.outputs, (receive * row, _before(receive) * row), byte],
             [self.returned, (send * row, _before(send) * row), byte],
@@ -194,6 +202,22 @@ class MpiRank:
     def on_bare(self, runs: int, repeat: int) -> dict[str, list[int]]:
         """Only the two all-to-all-v, of rows that are packed and counted already."""
         return self._timed(runs, repeat, lambda: self._all_to_all(self.plan))
+
+    def on_by_expert(self, runs: int, repeat: int) -> dict[str, list[int]]:
+        """As `on_run`, with rows grouped by expert between the two all-to-all-v."""
+
+        def once() -> None:
+            self._all_to_all(self._pack(), self._group)
+
+        return self._timed(runs, repeat, once)
+
+    def _group(self, rows: int) -> None:
+        sizes = self.case
+        ids = self.arrived[:rows, sizes.row_bytes :].view(np.int32)[:, : sizes.topk]
+        row, choice = np.nonzero(ids % sizes.ranks == self.rank)
+        order = np.argsort(ids[row, choice], kind="stable")
+        target = self.grouped[: len(order)]
+        np.take(self.arrived, row[order], axis=0, out=target, mode="clip")
 
     def _timed(self, runs: int, repeat: int, once: Any) -> dict[str, list[int]]:
         spent = []
@@ -208,6 +232,7 @@ class MpiRank:
     def on_leave(self) -> None:
         """Drop the buffers."""
         self.packed = self.arrived = self.outputs = self.returned = np.zeros((0, 0), np.uint8)
+        self.grouped = self.packed
 
 
 def _before(counts: Any) -> Any:

@@ -52,6 +52,18 @@ class AutoExchange:
             )
         return self.prefill if step.prompt else self.decode
 
+    def input(
+        self, tokens: int, dtype: torch.dtype | None = None, *, channel: int = 0
+    ) -> torch.Tensor:
+        """`Exchange.input` of the running step's exchange."""
+        return self.current.input(tokens, dtype, channel=channel)
+
+    def output(
+        self, tokens: int, dtype: torch.dtype | None = None, *, channel: int = 0
+    ) -> torch.Tensor:
+        """`Exchange.output` of the running step's exchange."""
+        return self.current.output(tokens, dtype, channel=channel)
+
     def dispatch(
         self,
         layer: int,

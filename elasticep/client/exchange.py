@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from elasticep.client import compiled
+from elasticep.client.buffers import Buffers
 from elasticep.client.handle import DispatchInput
 from elasticep.client.received import WIRE, Received, ReceivedTensors
 from elasticep.errors import (
@@ -75,6 +76,30 @@ class Exchange:
         self._tensors = ReceivedTensors(name, spec, session.config.geometry)
         self._last: list[Received | None] = [None] * spec.channels
         self._key = compiled.register(self)
+        self._buffers = Buffers()
+
+    # ---- memory of the exchange
+
+    def input(
+        self, tokens: int, dtype: torch.dtype | None = None, *, channel: int = 0
+    ) -> torch.Tensor:
+        """`[tokens, H]`, the same memory every time: rows that `dispatch` takes without a copy.
+
+        It may be written once the channel's last combine has returned, until the next dispatch is
+        called; then it is read until the combine after it has returned. A dispatch of other rows
+        overwrites it. `dtype` is one that `x` may have, by default the dispatch dtype (bf16 where
+        that is quantised).
+        """
+        return self._buffers.input(self, tokens, dtype, channel)
+
+    def output(
+        self, tokens: int, dtype: torch.dtype | None = None, *, channel: int = 0
+    ) -> torch.Tensor:
+        """`[tokens, H]`, the same memory every time: as `out` of combine it saves a copy.
+
+        The result is there until the channel's next combine, whose result takes its place.
+        """
+        return self._buffers.output(self, tokens, dtype, channel)
 
     # ---- dispatch
 
@@ -163,8 +188,8 @@ class Exchange:
         Args:
             layer: of the dispatch.
             recv: what that dispatch returned, with `recv.out` filled.
-            out: `[tokens, H]` to write to, contiguous, fp32, fp16 or bf16; None: a new tensor of
-                the dtype of `x`.
+            out: `[tokens, H]` to write to, contiguous, fp32, fp16 or bf16, such as `output`
+                gives; None: a new tensor of the dtype of `x`.
 
         Returns:
             `[tokens, H]`.

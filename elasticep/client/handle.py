@@ -62,6 +62,9 @@ class SessionHandle(Protocol):
     def combine(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
         """Both halves of combine."""
 
+    def buffers(self, exchange: int, channel: int, x_dtype: int) -> tuple[int | None, int | None]:
+        """Where rows of a dtype, and results, lie without a copy; None: anywhere."""
+
     def slots(self, epoch: int, shape: tuple[int, int, int]) -> NDArray[np.int32]:
         """Slot table of a view that is still in its bank."""
 
@@ -194,6 +197,15 @@ class NativeHandle:
     def combine(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
         """Both halves of combine, with one doorbell."""
         self._check(self._api.ep_combine(self._session, exchange, channel, out, dtype), "combine")
+
+    def buffers(self, exchange: int, channel: int, x_dtype: int) -> tuple[int | None, int | None]:
+        """Where rows of a dtype, and results, lie without a copy; None: anywhere."""
+        rows, result = ctypes.c_void_p(), ctypes.c_void_p()
+        code = self._api.ep_exchange_buffers(
+            self._session, exchange, channel, x_dtype, ctypes.byref(rows), ctypes.byref(result)
+        )
+        self._check(code, "buffers of an exchange")
+        return rows.value, result.value
 
     def slots(self, epoch: int, shape: tuple[int, int, int]) -> NDArray[np.int32]:
         """Slot table of a view that is still in its bank."""

@@ -167,6 +167,10 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_dispatch_recv": (c_int, (c_void_p, c_uint32, c_uint32, POINTER(Received), c_void_p)),
     "ep_dispatch": (c_int, (*_DISPATCH, POINTER(Received), c_void_p)),
     "ep_combine_send": (c_int, (c_void_p, c_uint32, c_uint32)),
+    "ep_exchange_buffers": (
+        c_int,
+        (c_void_p, c_uint32, c_uint32, c_uint32, POINTER(c_void_p), POINTER(c_void_p)),
+    ),
     "ep_combine_recv": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
     "ep_combine": (c_int, (c_void_p, c_uint32, c_uint32, c_void_p, c_uint32)),
     "ep_barrier_decide": (

@@ -91,7 +91,8 @@ class Delivered:
     lost: npt.NDArray[np.bool_]
 
 
-def _view(address: int | None, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+def view(address: int | None, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    """The array at an address of a mapped region; an empty one where there is nothing."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if not size or address is None:
         return np.empty(shape, dtype)
@@ -250,10 +251,10 @@ class RawSession:
 
         def table(pointer: Any, shape: tuple[int, ...], dtype: Any) -> Any:
             address = ctypes.cast(pointer, ctypes.c_void_p).value
-            return None if address is None else _view(address, shape, dtype)
+            return None if address is None else view(address, shape, dtype)
 
         return Delivered(
-            rows=_view(got.rows, (room, elements), ROW_DTYPES[got.row_dtype]),
+            rows=view(got.rows, (room, elements), ROW_DTYPES[got.row_dtype]),
             ids=table(got.ids, (ids, g.topk), np.int32),
             weights=table(got.weights, (ids, g.topk), np.float32),
             counts=table(got.slot_counts, (slots,), np.int32),
@@ -262,7 +263,7 @@ class RawSession:
             row_slots=table(got.row_slots, (room,), np.int32),
             scales=self._scales(exchange, got),
             global_scale=np.array(got.global_scale[: g.max_ranks], np.float32),
-            out=_view(got.out, out_shape, ROW_DTYPES[got.out_dtype]),
+            out=view(got.out, out_shape, ROW_DTYPES[got.out_dtype]),
             arrived=got.arrived,
             tokens=list(got.tokens[: g.max_ranks]),
             lost=self._lost.astype(bool),
@@ -275,9 +276,9 @@ class RawSession:
         if got.scale_lead:
             masked = g.exchange[exchange].layout == abi.RowLayout.MASKED
             shape = (g.slots if masked else 1, got.scale_columns, got.scale_lead)
-            return _view(got.scales, shape, np.uint32)
+            return view(got.scales, shape, np.uint32)
         width = scale_bytes(got.row_dtype, g.hidden)
-        return _view(got.scales, (got.rows_count, width), np.uint8)
+        return view(got.scales, (got.rows_count, width), np.uint8)
 
     def dispatch(
         self,

@@ -51,7 +51,7 @@ def test_peers_run_in_turn_with_us() -> None:
 
 
 def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ConfigError("this preset is not for you")
 
     monkeypatch.setattr(exchange, "LocalGroup", refuse)
