@@ -22,6 +22,7 @@ from elasticep.errors import DeviceFailed, Fenced, UsageError
 from elasticep.group import GroupConfig
 from elasticep.spec import Layout, Reduce
 
+STEADY = 5  # complete steps in a view, after which an engine has loaded what it needs
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
@@ -197,7 +198,7 @@ class Engine:
         model.fresh()
         graph, captured = model.capture()
         tell(event="serving")
-        epoch, complete, torn = 0, 0, 0
+        epoch, complete, torn, here = 0, 0, 0, 0
         while not told("stop"):
             model.fresh()
             step = self.session.replay(graph, captured)
@@ -214,8 +215,11 @@ class Engine:
                 continue
             complete += 1
             if step.epoch != epoch:
-                epoch = step.epoch
+                epoch, here = step.epoch, 0
                 tell(event="view", at=returned, epoch=epoch, members=sorted(step.members))
+            here += 1
+            if here == STEADY:
+                tell(event="steady", epoch=epoch, members=sorted(step.members))
             model.check()
             assert bool(step.token_ok.all())
         self.detach()  # so that the others need not wait for one that has stopped
