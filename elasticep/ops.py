@@ -24,6 +24,13 @@ def _register() -> None:
 _register()
 
 
+def _shape_of_counts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return ids.new_empty((num_experts,), dtype=torch.int64)
+
+
+torch.library.register_fake("elasticep::expert_counts", _shape_of_counts)
+
+
 def expert_counts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Count how many entries of `ids` name each expert.
 

@@ -124,6 +124,7 @@ class CudaExchange(Exchange):
         """Only what puts the kernels there: the kernels look at the order of calls, too."""
         tensors = self._check_input((x, x_scales, 1.0), topk_ids, topk_weights)
         lost = self._lost[channel, layer, : tensors.tokens]
+        self._cuda.use_sms(self.spec.num_sms or 0)
         self._cuda.dispatch(self._number, channel, layer, tensors, lost.data_ptr() or None)
         if self._session._step is not None:
             self._session._step._note_lost(lost)
@@ -131,6 +132,7 @@ class CudaExchange(Exchange):
 
     def _combine_compiled(self, layer: int, out: torch.Tensor, channel: int) -> None:
         code = CODES[out.dtype].value
+        self._cuda.use_sms(self.spec.num_sms or 0)
         self._cuda.combine(self._number, channel, out.data_ptr() or None, code)
 
     # ---- parts
@@ -156,6 +158,7 @@ class CudaExchange(Exchange):
         flight = self._flights[channel]
         assert flight is not None
         flight.lost = self._lost[channel, layer, : flight.tokens]
+        self._cuda.use_sms(self.spec.num_sms or 0)
         try:
             self._cuda.dispatch(
                 self._number, channel, layer, tensors, flight.lost.data_ptr() or None, half
@@ -181,5 +184,6 @@ class CudaExchange(Exchange):
         out = self._result(flight, out)
         self._drop(channel)
         code = CODES[out.dtype].value
+        self._cuda.use_sms(self.spec.num_sms or 0)
         self._cuda.combine(self._number, channel, out.data_ptr() or None, code, half)
         return out

@@ -47,6 +47,7 @@ class CudaHandle:
         self._session: int | None = sessions.open_session(fd_socket, ticket, timeout_ms)
         self.context = sessions.context_of(self._session, rank, incarnation)
         self.device = torch.device("cuda", self.context.config.device)
+        self._sms = 0
         self._args: dict[tuple[int, int], native.DispatchArgs] = {}  # of the exchange under way
 
     def close(self) -> None:
@@ -101,6 +102,12 @@ class CudaHandle:
         return self.context.result()
 
     # ---- exchanges
+
+    def use_sms(self, count: int) -> None:
+        """How many SMs the kernels may take from the next call on; 0: the formula."""
+        if count != self._sms:
+            self.context.tune(num_sms=count)
+            self._sms = count
 
     def dispatch(
         self,

@@ -105,6 +105,20 @@ def test_an_allocator_makes_the_memory_and_leaves(libraries: Path) -> None:
         again.close()
 
 
+def test_a_restarted_daemon_takes_the_memory_that_engines_bring(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0-1")
+        engines = lab.serve(daemon, [0, 1])
+        daemon.kill()
+        daemon.start()
+        wait_for(lambda: len(daemon.events("seat.reattached")) == 2, "both engines to come back")
+        assert lab.step(engines) == ["stepped 1 2 1"] * 2
+        engines[1].close()
+        lab.controller.wait_seat("g", 1, types_pb2.SEAT_STATE_READY, 2)
+        assert len(daemon.events("memory.taken")) == 2
+
+
 def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(libraries: Path) -> None:
     with Lab() as lab:
         lab.create(on_gpu())

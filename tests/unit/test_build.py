@@ -146,6 +146,9 @@ def test_operators_register_and_count() -> None:
         ops.expert_counts(ids, 3)
     with pytest.raises(RuntimeError, match="must be int32 or int64"):
         ops.expert_counts(ids.to(torch.int16), 4)
+    torch.library.opcheck(torch.ops.elasticep.expert_counts, (ids, 4))
+    whole = torch.compile(ops.expert_counts, backend="aot_eager", fullgraph=True)
+    assert whole(ids, 4).tolist() == [1, 0, 0, 2]
 
 
 def test_operators_use_only_the_stable_abi() -> None:

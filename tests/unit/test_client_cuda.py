@@ -147,6 +147,9 @@ class Handle:
             table[:, 0, 3] = -1
         return table
 
+    def use_sms(self, count: int) -> None:
+        self.sms = count
+
     def serves_lost(self) -> bool:
         return self.serves
 
@@ -358,6 +361,20 @@ def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
     assert step.complete
     halves = ["dispatch send", "receive", "combine send", "combine receive"]
     assert [call for call in handle.calls if call in halves] == halves
+
+
+def test_an_exchange_takes_the_sms_that_its_spec_says(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    wire = {"dispatch_dtype": "fp32", "combine_dtype": "fp32", "max_tokens": CAP}
+    few = ExchangeSpec.preset("ROUTED", num_sms=6, **wire)
+    session = make(handle, exchanges=(("few", few), ("all", ExchangeSpec.preset("ROUTED", **wire))))
+    with session.step(2):
+        for name, sms in (("few", 6), ("all", 0), ("few", 6)):
+            exchange = session.exchange(name)
+            recv = exchange.dispatch(0, *inputs(2))
+            assert handle.sms == sms
+            exchange.combine(0, recv)
+            assert handle.sms == sms
 
 
 def test_a_graph_is_replayed_until_it_is_complete(
