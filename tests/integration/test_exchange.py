@@ -155,10 +155,12 @@ def test_results_are_those_of_the_dense_layer() -> None:
                 np.testing.assert_allclose(results[rank], dense, rtol=1e-5, atol=1e-5)
 
 
-def test_per_expert_gives_the_same_bits_for_any_placement() -> None:
-    """I8: a token does not change when a replica of its expert does, in any layout."""
+@pytest.mark.parametrize("copies", COPIES)
+def test_per_expert_gives_the_same_bits_for_any_placement(copies: int) -> None:
+    """I8: a token does not change when a replica of its expert does, in any layout: six random
+    placements with replicas and uneven weights."""
     ways = [
-        exchange(layout=layout, reduce=abi.Reduce.PER_EXPERT, combine_dtype=combine)
+        exchange(copies=copies, layout=layout, reduce=abi.Reduce.PER_EXPERT, combine_dtype=combine)
         for layout, combine in product(LAYOUTS, (abi.Dtype.BF16, abi.Dtype.FP8))
     ]
     g = geometry(5, ways, slots=6)

@@ -1,7 +1,11 @@
-"""A rank dies at any point of an exchange, in every way to exchange: no wrong row, no hang."""
+"""A rank dies, stops or goes on late at any point of an exchange, in every way to exchange."""
 
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from elasticep.errors import DaemonUnavailable, Fenced, NativeError
 from elasticep.native import abi
 from elasticep.testing.local_group import equal_weights, spread
 from elasticep.testing.raw import RawSession, TornError
+from elasticep.testing.scene import timeouts
 from elasticep.testing.world import World, make_batch
 
 RANKS, CAP, VICTIM = 3, 12, 2
@@ -39,13 +44,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "expand_sync": {"layout": abi.RowLayout.CONTIGUOUS, "cpu_sync": 1},
     "routed": {"layout": abi.RowLayout.ROUTED, "dispatch_dtype": abi.Dtype.NVFP4},
 }
-# Every site meets a third of the ways, every way a third of the sites.
-CASES = [
-    (way, site)
-    for w, way in enumerate(WAYS)
-    for s, site in enumerate(SITES)
-    if (w + s) % 3 == 0 and not (way == "replicated" and site == abi.FailSite.ROWS)
-]
+
+
+def cases(third: int) -> list[tuple[str, abi.FailSite]]:
+    """A third of all ways and sites; each of the three tests has another."""
+    return [
+        (way, site)
+        for w, way in enumerate(WAYS)
+        for s, site in enumerate(SITES)
+        if (w + s) % 3 == third and not (way == "replicated" and site == abi.FailSite.ROWS)
+    ]
 
 
 def geometry(way: dict[str, Any]) -> abi.Geometry:
@@ -64,55 +72,158 @@ def geometry(way: dict[str, Any]) -> abi.Geometry:
     return g
 
 
-@pytest.mark.parametrize(("way", "site"), CASES, ids=[f"{w}-{s.name.lower()}" for w, s in CASES])
+class Serving:
+    """Ranks that exchange until they are past a fault; complete steps are checked to the bit."""
+
+    def __init__(self, way: str, exchange_s: float = 5.0) -> None:
+        self.way = way
+        g = geometry(WAYS[way])
+        self.survivors = [rank for rank in range(RANKS) if rank != VICTIM]
+        table = spread(g, range(RANKS), copies=2)
+        self.left = table.copy()
+        self.left[:, VICTIM] = -1
+        whole = table, equal_weights(table, range(RANKS))
+        deadlines = timeouts(exchange_s, step_s=20.0)
+        self.world = World(g, placement=whole, timeouts=deadlines)
+        self.torn_at: dict[int, int] = {}
+        self.complete = dict.fromkeys(range(RANKS), 0)  # last complete step
+        self.last_step = 1 << 62
+
+    def one(self, rank: int, session: RawSession) -> int:
+        """One step of two layers: its epoch if it was complete, and then every bit is right."""
+        world, g = self.world, self.world.geometry
+        info = session.begin(CAP)
+        step, epoch = info.step, info.epoch
+        batch, results = make_batch(g, CAP, [step, 0 if self.way == "replicated" else rank]), []
+        try:
+            for layer in range(2):
+                got = session.dispatch(0, layer, batch.x, batch.ids, batch.weights)
+                world.compute(got, 0, rank, layer, epoch)
+                results.append(session.combine(0, CAP))
+        except TornError:
+            self.torn_at[rank] = time.monotonic_ns()
+            assert not session.end()
+            return 0
+        if not session.end():
+            return 0
+        for layer, out in enumerate(results):
+            expected = world.expected(0, batch, rank, layer, step, epoch)
+            np.testing.assert_array_equal(out, expected)
+        self.complete[rank] = step
+        return epoch
+
+    def until(self, rank: int, session: RawSession, past: Callable[[int], bool]) -> int:
+        """Steps until the epoch of a complete one is past the fault; how many were torn."""
+        torn = 0
+        while not past(epoch := self.one(rank, session)):
+            torn += epoch == 0
+        return torn
+
+    def until_last(self, rank: int, session: RawSession) -> int:
+        """Steps until the one that `finish` names."""
+        while session.info.step < self.last_step:
+            self.one(rank, session)
+        return 0
+
+    def finish(self, ranks: Sequence[int]) -> None:
+        """Wait until each of these ranks completes a new step; then all end with the same one."""
+        group = self.world.group
+
+        def latest() -> int:
+            return max(group.status(rank).step for rank in self.survivors)
+
+        now = latest()
+        group.wait_for(lambda: all(self.complete[r] > now for r in ranks), "a complete step on all")
+        self.last_step = latest() + 3
+
+    def gone(self, rank: int, session: RawSession) -> int:
+        """The victim's engine goes on until it notices that it is out."""
+        with pytest.raises((DaemonUnavailable, Fenced, NativeError)):
+            self.until(rank, session, lambda epoch: epoch > 1)
+        return 0
+
+    def leave_out(self) -> None:
+        """The view without the victim."""
+        self.world.restage((self.left, equal_weights(self.left, self.survivors)), self.survivors)
+
+    def __enter__(self) -> Self:
+        assert set(self.world.each(self.one).values()) == {1}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.world.close()
+
+
+def named(cases: list[tuple[str, abi.FailSite]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("way", "site"), cases, ids=[f"{way}-{site.name.lower()}" for way, site in cases]
+    )
+
+
+@named(cases(0))
 def test_a_death_leaves_no_wrong_row(way: str, site: abi.FailSite) -> None:
-    g = geometry(WAYS[way])
-    table = spread(g, range(RANKS), copies=2)
-    survivors = [rank for rank in range(RANKS) if rank != VICTIM]
-    left = table.copy()
-    left[:, VICTIM] = -1
-    with World(g, placement=(table, equal_weights(table, range(RANKS)))) as world:
+    with Serving(way) as serving, ThreadPoolExecutor(1) as aside:
+        world = serving.world
+        world.group.failpoint(VICTIM, site, abi.FailAction.KILL, after=4)
 
         def run(rank: int, session: RawSession) -> int:
-            """One step of two layers: its epoch if it was complete, and then every bit is right."""
-            info = session.begin(CAP)
-            step, epoch = info.step, info.epoch
-            same = way == "replicated"
-            batch, results = make_batch(g, CAP, [step, 0 if same else rank]), []
-            try:
-                for layer in range(2):
-                    got = session.dispatch(0, layer, batch.x, batch.ids, batch.weights)
-                    world.compute(got, 0, rank, layer, epoch)
-                    results.append(session.combine(0, CAP))
-            except TornError:
-                assert not session.end()
-                return 0
-            if not session.end():
-                return 0
-            for layer, out in enumerate(results):
-                expected = world.expected(0, batch, rank, layer, step, epoch)
-                np.testing.assert_array_equal(out, expected)
-            return epoch
+            if rank == VICTIM:
+                return serving.gone(rank, session)
+            return serving.until(rank, session, lambda epoch: epoch > 1)
 
-        def serve(rank: int, session: RawSession) -> int:
-            """Steps until one is complete in the view without the victim."""
-            torn = 0
-            while (epoch := run(rank, session)) < 2:
-                torn += epoch == 0
-            return torn
+        torn = aside.submit(world.each, run)
+        world.group.wait_for(lambda: len(world.group.deaths) > 0, "the death")
+        serving.leave_out()
+        assert sum(torn.result().values()) <= len(serving.survivors)
+        # By the dead word and leave cells: nobody waited for the exchange timeout of 5 s.
+        died = world.group.deaths[0].at_ns
+        assert all(at - died < 3_000_000_000 for at in serving.torn_at.values())
 
-        def die(rank: int, session: RawSession) -> int:
-            """The victim's engine goes on until it notices that its worker is gone."""
-            with pytest.raises((DaemonUnavailable, Fenced, NativeError)):
-                serve(rank, session)
+
+@named(cases(1))
+def test_a_rank_that_stops_and_goes_on_late_gives_and_takes_no_wrong_row(
+    way: str, site: abi.FailSite
+) -> None:
+    """Stopped until the others gave the step up. Nobody is expelled: all go on together."""
+    with Serving(way, exchange_s=0.4) as serving, ThreadPoolExecutor(1) as aside:
+        world = serving.world
+        world.group.failpoint(VICTIM, site, abi.FailAction.STOP, after=3)
+        done = aside.submit(world.each, serving.until_last)
+        world.group.wait_for(
+            lambda: world.group.failpoint_hits(VICTIM) == 1, f"the stop at {site.name}"
+        )
+        world.group.wait_for(
+            lambda: set(serving.torn_at) >= set(serving.survivors), "the others to tear"
+        )
+        world.group.signal_worker(VICTIM, signal.SIGCONT)
+        serving.finish(range(RANKS))
+        done.result()
+
+
+@named(cases(2))
+def test_a_rank_that_is_left_behind_and_goes_on_gives_and_takes_no_wrong_row(
+    way: str, site: abi.FailSite
+) -> None:
+    """Expelled while it is stopped: its rows and flags of then meet exchanges of now."""
+    with Serving(way) as serving, ThreadPoolExecutor(1) as aside:
+        world, out = serving.world, threading.Event()
+        world.group.failpoint(VICTIM, site, abi.FailAction.STOP, after=3)
+
+        def run(rank: int, session: RawSession) -> int:
+            if rank != VICTIM:
+                return serving.until_last(rank, session)
+            serving.gone(rank, session)
+            out.set()
             return 0
 
-        assert set(world.each(run).values()) == {1}
-        world.group.failpoint(VICTIM, site, abi.FailAction.KILL, after=4)
-        with ThreadPoolExecutor(1) as aside:
-            torn = aside.submit(
-                world.each, lambda rank, s: die(rank, s) if rank == VICTIM else serve(rank, s)
-            )
-            world.group.wait_for(lambda: len(world.group.deaths) > 0, "the death")
-            world.restage((left, equal_weights(left, survivors)), survivors)
-            assert sum(torn.result().values()) <= len(survivors)
+        done = aside.submit(world.each, run)
+        world.group.wait_for(
+            lambda: world.group.failpoint_hits(VICTIM) == 1, f"the stop at {site.name}"
+        )
+        world.group.mark_dead(VICTIM)
+        serving.leave_out()
+        world.group.wait_for(lambda: world.group.status(0).epoch == 2, "the view without it")
+        world.group.signal_worker(VICTIM, signal.SIGCONT)
+        world.group.wait_for(out.is_set, "the expelled rank to learn it")
+        serving.finish(serving.survivors)
+        done.result()

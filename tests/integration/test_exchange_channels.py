@@ -1,0 +1,59 @@
+"""Two channels of one exchange, in flight at once."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from elasticep.native import abi
+from elasticep.testing.raw import RawSession
+from elasticep.testing.small import CAP, LAYERS, LAYOUTS, exchange, geometry, until
+from elasticep.testing.world import World, make_batch
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_channels_overlap(layout: int, launch: int) -> None:
+    """Rows of batch B come in while A is computed, before anyone asks for them; both are right."""
+    g = geometry(2, exchange(layout=layout, channels=2), launch=launch)
+    pairs = {r: (make_batch(g, CAP, [1, r]), make_batch(g, CAP, [2, r])) for r in range(2)}
+    with World(g) as world:
+        seen: dict[int, list[bool]] = {0: [], 1: []}
+        flying: dict[int, npt.NDArray[np.uint8]] = {}
+
+        def run(rank: int, session: RawSession) -> list[tuple[Any, int, int]]:
+            done = []
+            step = session.begin(CAP).step
+            a, b = pairs[rank]
+            session.dispatch_send(0, 0, a.x, a.ids, a.weights, channel=0)
+            for layer in range(LAYERS):
+                got_a = session.dispatch_recv(0, channel=0)
+                session.dispatch_send(0, layer, b.x, b.ids, b.weights, channel=1)
+                if rank in flying:  # the other rank's rows of B, while A is under way
+                    until(lambda: bool(flying[rank].any()), "rows of the other channel")
+                    seen[rank].append(True)
+                world.compute(got_a, 0, rank, layer)
+                session.combine_send(0, channel=0)
+                done.append((session.combine_recv(0, CAP, channel=0), layer, 0))
+                if layer + 1 < LAYERS:
+                    session.dispatch_send(0, layer + 1, a.x, a.ids, a.weights, channel=0)
+                got_b = session.dispatch_recv(0, channel=1)
+                world.compute(got_b, 0, rank, layer)
+                session.combine_send(0, channel=1)
+                done.append((session.combine_recv(0, CAP, channel=1), layer, 1))
+            assert session.end()
+            if layout == abi.RowLayout.ROUTED:
+                other = got_b.rows[(1 - rank) * CAP : (2 - rank) * CAP]
+                flying[rank] = other.view(np.uint8)
+            return [(out, layer, half, step) for out, layer, half in done]  # type: ignore[misc]
+
+        for _ in range(2):
+            for area in flying.values():
+                area[:] = 0
+            for rank, results in world.each(run).items():
+                for out, layer, half, step in results:  # type: ignore[misc]
+                    expected = world.expected(0, pairs[rank][half], rank, layer, step)
+                    np.testing.assert_array_equal(out, expected)
+        if layout == abi.RowLayout.ROUTED:
+            assert [len(times) for times in seen.values()] == [LAYERS, LAYERS]
