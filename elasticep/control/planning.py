@@ -185,6 +185,17 @@ class Planned:
     error: str
 
     @property
+    def chance(self) -> float:
+        """What the busiest of all ranks may have above the mean by chance: three standard
+        deviations of a rank's tokens in a layer, relative to their mean.
+        """
+        around = self.job.around
+        if around.loads is None:
+            return 0.0
+        each = around.loads.sum() / (len(around.loads) * len(self.job.view.members))
+        return float(3.0 / np.sqrt(max(each, 1.0)))
+
+    @property
     def gain(self) -> float:
         """By which fraction the busiest ranks' load falls, over all layers."""
         return self.before.mean / self.after.mean - 1.0
@@ -209,6 +220,8 @@ class Planned:
             return False, f"balanced ({change}; target {policy.target:g})"
         if self.gain < policy.min_gain:
             return False, f"not worth it: {change} for {cost}; min_gain is {policy.min_gain:g}"
+        if self.gain < self.chance:
+            return False, f"so few tokens may be uneven by chance: {change}"
         return True, f"{change}, {cost}"
 
 

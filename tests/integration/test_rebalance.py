@@ -79,10 +79,10 @@ class Engines:
 
     def hot(self) -> NDArray[np.int64]:
         """Loads of which the present placement puts most on rank 0."""
-        tokens = np.ones((2, EXPERTS), np.int64)
+        tokens = np.full((2, EXPERTS), 100, np.int64)
         for layer in range(2):
             held = self.placement.slot_expert[layer, 0]
-            tokens[layer, held[held != EMPTY]] = 50
+            tokens[layer, held[held != EMPTY]] = 5_000
         return tokens
 
 

@@ -288,6 +288,16 @@ def test_a_gain_that_is_too_small_moves_nothing() -> None:
     assert "min_gain is 100" in group.background.rebalancer.why
 
 
+def test_few_tokens_that_are_uneven_by_chance_move_nothing() -> None:
+    group = Balanced()
+    tokens = hot_rank(group)
+    group.count(tokens // 20)
+    assert group.imbalance > 1.2
+    group.advance(4_000)
+    assert group.background.rebalancer.completed == 0
+    assert "by chance" in str(group.events("rebalance.planned")[0]["reason"])
+
+
 def test_at_most_so_many_copies_in_one_rebalance() -> None:
     policy = RebalancePolicy(settle_ms=0, window_ms=1_000, min_gain=0.0, max_moves=2)
     group = Balanced(rebalance=policy, experts=8, slots=4)
