@@ -18,7 +18,7 @@ from elasticep.balance import RebalancePolicy
 from elasticep.checkpoint import open_checkpoint
 from elasticep.errors import UsageError
 from elasticep.geometry import GroupGeometry
-from elasticep.group import GroupConfig
+from elasticep.group import GroupConfig, Timeouts
 from elasticep.handover import fetch_arena
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.checkpoints import WrittenCheckpoint, write_checkpoint
@@ -60,6 +60,9 @@ def config(written: WrittenCheckpoint) -> GroupConfig:
         initial_ranks=RANKS,
         weights=open_checkpoint(written.path).weight_spec(),
         flap_limit=0,
+        # A killed daemon is back before, on any machine: an engine that is expelled is killed, and
+        # that is this process.
+        timeouts=Timeouts(node_timeout_ms=20_000, hang_timeout_ms=30_000),
         rebalance=RebalancePolicy(automatic=False),
     )
 
