@@ -12,11 +12,12 @@ from typing import Final
 import click
 
 from elasticep.sim import Plant, Result, Scenario, run_many
+from elasticep.sim.faults import KINDS
 from elasticep.sim.run import short, shrink
 
 _DAY_S: Final = 86_400.0
 _PROGRESS_S: Final = 20.0  # between lines of progress that go to a file
-_QUIET_S: Final = 3_600.0  # mean time between episodes of faults
+_QUIET_S: Final = 86_400.0  # mean time between episodes of faults
 
 
 def _story(result: Result) -> str:
@@ -40,7 +41,11 @@ def _scenarios(first: Scenario, schedules: int, days: float, shapes: bool) -> It
     fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
     if not days:
         for seed in range(first.seed, first.seed + schedules):
-            yield short(seed, first.plant) if shapes else Scenario(**{**fields, "seed": seed})
+            yield (
+                short(seed, first.plant, first.kinds)
+                if shapes
+                else Scenario(**{**fields, "seed": seed})
+            )
         return
     rng = random.Random(f"days {first.seed}")
     episodes, left_s = 0, days * _DAY_S
@@ -66,6 +71,7 @@ def _scenarios(first: Scenario, schedules: int, days: float, shapes: bool) -> It
 @click.option("--schedules", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--days", default=0.0, help="Simulated days, quiet times jumped over, instead.")
 @click.option("--years", default=0.0, help="Simulated years, instead.")
+@click.option("--kinds", default="", help="Kinds of faults that are drawn, with commas; all.")
 @click.option("--only", default=None, help="Indices of the faults that happen ('-': none).")
 @click.option("--plant", default=Plant.NONE.value, type=click.Choice([p.value for p in Plant]),
               help="A bug to plant.")  # fmt: skip
@@ -80,6 +86,7 @@ def command(
     schedules: int,
     days: float,
     years: float,
+    kinds: str,
     only: str | None,
     plant: str,
     output: str,
@@ -98,6 +105,7 @@ def command(
         controllers=controllers,
         faults=faults,
         episodes=episodes,
+        kinds=_kinds(kinds),
         only=chosen,
         plant=Plant(plant),
     )
@@ -126,6 +134,14 @@ def command(
         if smallest is not None:
             click.echo(_story(smallest))
     sys.exit(1 if broken is not None else 0)
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    chosen = tuple(kind for kind in text.split(",") if kind)
+    for kind in chosen:
+        if kind not in KINDS:
+            raise click.UsageError(f"there is no fault {kind!r}; known are {', '.join(KINDS)}")
+    return chosen
 
 
 class _Progress:

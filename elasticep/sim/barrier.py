@@ -40,6 +40,7 @@ class Cell:
     step: int
     incarnation: int
     views: tuple[View, ...]
+    done: int = 0  # works complete, of agreed completion
 
     @property
     def epoch(self) -> int:
@@ -71,6 +72,15 @@ class Decider:
                 self._members[index, member.rank] = member.incarnation
         return index
 
+    def blank(self) -> NDArray[np.uint64]:
+        """Words for no cells at all."""
+        return np.zeros((self._ranks, CELL_WORDS), np.uint64)
+
+    def word(self, words: NDArray[np.uint64], rank: int, cell: Cell) -> None:
+        """Put a cell among the words that the core reads."""
+        indices = [self._index(view) for view in cell.views]
+        words[rank, : 3 + len(indices)] = (cell.step, cell.incarnation, len(indices), *indices)
+
     def decide(
         self,
         me: int,
@@ -79,7 +89,7 @@ class Decider:
         running: View | None,
         said: tuple[View, ...],
         staged: list[View],
-        cells: dict[int, Cell],
+        words: NDArray[np.uint64],
         dead: NDArray[np.uint32],
     ) -> Decision:
         """What a rank decides.
@@ -91,7 +101,7 @@ class Decider:
             running: its view; None: a joiner.
             said: later views in its own cell.
             staged: later views that it has by now, ascending.
-            cells: of the others, for any step.
+            words: the others' cells, for any step, as `word` gives them, uint64 [ranks, 7].
             dead: uint32 [ranks], highest dead incarnations.
         """
         index = self._index
@@ -103,10 +113,6 @@ class Decider:
             mine[1 + i] = index(view)
         for i, view in enumerate(staged[: abi.BANKS]):
             mine[1 + abi.BANKS + i] = index(view)
-        words = np.zeros((self._ranks, CELL_WORDS), np.uint64)
-        for rank, cell in cells.items():
-            indices = [index(view) for view in cell.views]
-            words[rank, : 3 + len(indices)] = (cell.step, cell.incarnation, len(indices), *indices)
         code = self._decide(
             *(self._ranks, me, incarnation, step),
             *(

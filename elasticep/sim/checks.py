@@ -49,7 +49,8 @@ class Checker:
         self._started: set[Seat] = set()
         self._runs: dict[Seat, int] = {}
         self._left: dict[Seat, str] = {}
-        self._steps: dict[tuple[str, int, int], tuple[int, Seat]] = {}
+        self._steps: dict[tuple[str, int, int], tuple[int, Seat, int]] = {}
+        self._settled: dict[tuple[str, int], int] = {}  # (group, line) -> work
         self.acknowledged: dict[tuple[str, int], bool] = {}  # (group, rank) -> drained
         self.completed: dict[Seat, tuple[int, int]] = {}  # steps complete, epoch of the last
         self.total_steps = 0
@@ -144,10 +145,10 @@ class Checker:
                 gone = (group, member.rank, member.incarnation)
                 self._left.setdefault(gone, f"rank {rank} in epoch {view.epoch} at step {step}")
 
-    def step(self, seat: Seat, step: int, view: View) -> None:
-        """A rank completed a step."""
+    def step(self, seat: Seat, step: int, view: View, work: int) -> None:
+        """A rank completed a step; `work` 0: completion is local."""
         group, rank, incarnation = seat
-        self._digest.update(f"{self._now():.6f} {seat} {step} {view.epoch}".encode())
+        self._digest.update(f"{self._now():.6f} {seat} {step} {view.epoch} {work}".encode())
         self.total_steps += 1
         if seat in self._left:
             self.fail(
@@ -156,13 +157,26 @@ class Checker:
                 f"{self._left[seat]}",
             )
         line = self._line[group, view.epoch]
-        epoch, other = self._steps.setdefault((group, line, step), (view.epoch, seat))
-        if epoch != view.epoch:
+        ran = self._steps.setdefault((group, line, step), (view.epoch, seat, work))
+        if (ran[0], ran[2]) != (view.epoch, work):
             self.fail(
                 "I4",
-                f"step {step} ran in epoch {epoch} on rank {other[1]} and in {view.epoch} on "
-                f"rank {rank}",
+                f"step {step} ran in epoch {ran[0]} (work {ran[2]}) on rank {ran[1][1]} and in "
+                f"{view.epoch} (work {work}) on rank {rank}",
             )
         if len(self._steps) > _STEPS_KEPT:
             del self._steps[next(iter(self._steps))]
         self.completed[seat] = (self.completed.get(seat, (0, 0))[0] + 1, view.epoch)
+
+    def undone(self, seat: Seat, view: View, done: int, least: int) -> None:
+        """A rank takes works back, because others could not complete them."""
+        group, rank, incarnation = seat
+        if done - least > 1:
+            self.fail("I4", f"rank {rank}.{incarnation} takes {done - least} works back")
+        if least < self._settled.get((group, self._line[group, view.epoch]), 0):
+            self.fail("I4", f"rank {rank}.{incarnation} takes work {done} back, which was settled")
+
+    def settled(self, seat: Seat, view: View, work: int) -> None:
+        """A barrier showed a rank that all have completed a work."""
+        key = (seat[0], self._line[seat[0], view.epoch])
+        self._settled[key] = max(self._settled.get(key, 0), work)

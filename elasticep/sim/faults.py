@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from elasticep.control import events as ev
 from elasticep.control.background import Ask, Pause, Resume
+from elasticep.group import LostExperts
+from elasticep.policies import Policies
 from elasticep.sim.net import STORE
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ KINDS: Final[dict[str, int]] = {
     "drain": 4,
     "undrain": 3,
     "rebalance": 3,
+    "set-policies": 2,
+    "bad-attach": 2,
+    "warm-rank": 2,
+    "break-link": 3,
+    "lossy-network": 2,
 }
 
 
@@ -59,9 +66,12 @@ class Fault:
         return f"{self.kind} {self.target} at {self.at_ms} ms for {self.lasts_ms} ms"
 
 
-def draw(rng: random.Random, count: int, within_ms: int) -> tuple[Fault, ...]:
-    """Faults in the order of their times; half of them close together."""
-    kinds, weights = list(KINDS), list(KINDS.values())
+def draw(
+    rng: random.Random, count: int, within_ms: int, only: tuple[str, ...] = ()
+) -> tuple[Fault, ...]:
+    """Faults in the order of their times; half of them close together. `only`: of these kinds."""
+    kinds = list(only or KINDS)
+    weights = [KINDS[kind] for kind in kinds]
     faults = []
     center = rng.randrange(within_ms)
     for kind in rng.choices(kinds, weights, k=count):
@@ -106,6 +116,24 @@ class Injector:
         if process is not None:
             process.slow = 5.0
             self._later(fault, lambda: setattr(process, "slow", 1.0))
+
+    def _warm_rank(self, fault: Fault) -> None:
+        """Its engine compiles, within `warmup()`, for longer than a rank may hang."""
+        _, seat = self._w.pick_seat(fault.target)
+        process = seat.process
+        if process is not None:
+            process.compiles = True
+            self._later(fault, lambda: setattr(process, "compiles", False))
+
+    def _break_link(self, fault: Fault) -> None:
+        """Cells and flags between two ranks are held back until it is mended."""
+        _, seat = self._w.pick_seat(fault.target)
+        _, other = self._w.pick_seat(fault.target // 7 + 1)
+        shared = self._w.groups[seat.group]
+        if seat.group != other.group or seat.rank == other.rank or shared.large:
+            return
+        shared.broken.add(frozenset((seat.rank, other.rank)))
+        self._later(fault, shared.mend)
 
     # ---- nodes
 
@@ -156,6 +184,9 @@ class Injector:
         experts = {c.geometry.experts for c in self._w.configs.values()}
         named = range(min(experts)) if fault.target % 3 == 0 else ()
         node.unrestorable = tuple((0, expert) for expert in named)
+
+    def _bad_attach(self, fault: Fault) -> None:
+        self._w.pick_node(fault.target).bad_attach = 1 + fault.target % 3
 
     # ---- controllers and the store
 
@@ -210,6 +241,10 @@ class Injector:
         self._w.net.slow_share = 0.3
         self._later(fault, lambda: setattr(self._w.net, "slow_share", 0.01))
 
+    def _lossy_network(self, fault: Fault) -> None:
+        self._w.net.lost_share = 0.2
+        self._later(fault, lambda: setattr(self._w.net, "lost_share", 0.0))
+
     # ---- operators
 
     def _drain(self, fault: Fault) -> None:
@@ -231,12 +266,27 @@ class Injector:
         self._w.background(seat.group, Pause("maintenance"))
         self._later(fault, lambda: self._w.background(seat.group, Resume()))
 
+    def _set_policies(self, fault: Fault) -> None:
+        _, seat = self._w.pick_seat(fault.target)
+        config = self._w.configs[seat.group]
+        draw = random.Random(fault.target)
+        policies = Policies(
+            min_ranks=draw.randint(1, max(1, config.initial_ranks // 2)),
+            lost_experts=draw.choice(list(LostExperts)),
+            renormalise=draw.random() < 0.5,
+            manual_readmission=draw.random() < 0.2,
+            flap_limit=draw.choice((0, 2, 5)),
+        )
+        self._w.set_policies(seat.group, policies)
+
     # ---- the end of all faults
 
     def heal(self) -> None:
         """Everything that was broken works again."""
         w = self._w
-        w.net.slow_share = 0.01
+        w.net.slow_share, w.net.lost_share = 0.01, 0.0
+        for shared in w.groups.values():
+            shared.mend()
         w.server.slow_s = 0.0
         w.server.backend.set_available(True)
         w.net.heal(set(w.net.cut))
@@ -245,13 +295,13 @@ class Injector:
             if controller.controller is None:
                 controller.start()
         for node in w.nodes.values():
-            node.slow_staging, node.bad_staging = False, 0
+            node.slow_staging, node.bad_staging, node.bad_attach = False, 0, 0
             if not node.powered:
                 node.boot()
             node.start()
             node.cont()
             for seat in node.seats.values():
                 if seat.process is not None:
-                    seat.process.slow = 1.0
+                    seat.process.slow, seat.process.compiles = 1.0, False
                     if seat.process.stopped:
                         seat.process.cont()

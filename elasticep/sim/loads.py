@@ -45,7 +45,5 @@ def reports(node: "SimNode") -> tuple[tuple[str, ev.Event], ...]:
             continue
         content = counters(process.memory.complete, config.geometry.experts)
         identity = process.memory.identity
-        said.append(
-            (group, ev.LoadReport(node.name, rank, seat.incarnation, identity, 0, content))
-        )
+        said.append((group, ev.LoadReport(node.name, rank, seat.incarnation, identity, 0, content)))
     return tuple(said)

@@ -91,7 +91,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """What would be another thread's work is done here and now: there is one order of events."""
+        """What would be another thread's work is done here and now, in the one order of events."""
         future: asyncio.Future[Any] = self.create_future()
         try:
             future.set_result(func(*args))

@@ -21,6 +21,8 @@ class Net:
 
     Attributes:
         cut: pairs of endpoints between which nothing passes.
+        slow_share: of messages that take long, so that others overtake them.
+        lost_share: of messages that are lost, where no stream sends them again.
     """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
@@ -29,10 +31,17 @@ class Net:
         self.cut: set[frozenset[str]] = set()
         self.healed: list[Callable[[], None]] = []
         self.slow_share = 0.01
+        self.lost_share = 0.0
 
     def connected(self, a: str, b: str) -> bool:
         """Whether messages pass."""
         return not self.cut or frozenset((a, b)) not in self.cut
+
+    def arrives(self, a: str, b: str) -> bool:
+        """Whether one message that no stream protects gets there."""
+        if not self.connected(a, b):
+            return False
+        return not self.lost_share or self._rng.random() >= self.lost_share
 
     def delay_s(self) -> float:
         """Time of one message."""

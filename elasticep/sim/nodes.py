@@ -1,22 +1,18 @@
 """Simulated node daemons: seats and their processes, the session, staging, dead words."""
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from elasticep.control import events as ev
-from elasticep.control.events import SeatReport, SeatState
+from elasticep.control.events import SeatState
 from elasticep.control.records import Endpoint
 from elasticep.control.views import View
-from elasticep.group import GroupConfig
 from elasticep.proto.controller_pb2 import ControllerMessage
-from elasticep.sim.checks import Checker
-from elasticep.sim.loads import reports
-from elasticep.sim.loop import VirtualLoop
-from elasticep.sim.net import Net, Stream
+from elasticep.sim import loads, reports
+from elasticep.sim.cluster import Cluster, SimSeat
+from elasticep.sim.net import Stream
 from elasticep.sim.plants import Plant
-from elasticep.sim.ranks import Memory, Shared, SimRank
+from elasticep.sim.ranks import SimRank
 
 if TYPE_CHECKING:
     from elasticep.sim.controllers import SimController
@@ -27,41 +23,6 @@ _SILENCE_S: Final = 2.0
 _GRACE_S: Final = 0.2
 _DETECT_S: Final = 0.0003
 _MAX_LAG: Final = 4
-
-
-@dataclass(slots=True)
-class SimSeat:
-    """A seat of a node."""
-
-    group: str
-    rank: int
-    incarnation: int = 0
-    state: SeatState = SeatState.EMPTY
-    cause: str = ""
-    process: SimRank | None = None
-    told: set[int] = field(default_factory=set)  # staged epochs that were reported
-    waits: int | None = None  # whom a wait report that stands is about
-
-    def report(self) -> SeatReport:
-        """What the daemon says of it."""
-        live = self.state in (SeatState.READY, SeatState.ATTACHED)
-        epoch = self.process.epoch if self.process is not None and live else 0
-        return SeatReport(self.rank, self.incarnation, self.state, epoch, self.cause)
-
-
-@dataclass(slots=True)
-class Cluster:
-    """What all nodes share."""
-
-    loop: VirtualLoop
-    rng: random.Random
-    net: Net
-    checker: Checker
-    plant: Plant
-    controllers: "Sequence[SimController]"
-    groups: dict[str, Shared]
-    configs: dict[str, GroupConfig]
-    nodes: "dict[str, SimNode]" = field(default_factory=dict)
 
 
 class SimNode:
@@ -84,6 +45,7 @@ class SimNode:
         self.slow_staging = False
         self.bad_staging = 0  # so many views fail to be staged
         self.unrestorable: tuple[tuple[int, int], ...] = ()  # what such an answer names
+        self.bad_attach = 0  # so many engines die as they attach
         self._life = 0  # of the daemon
         self._sessions = 0
         self._session = ""
@@ -105,7 +67,7 @@ class SimNode:
         for key in self.seats:
             self.seats[key] = SimSeat(*key)
             group, rank = key
-            self.c.groups[group].memories[self.name, rank] = Memory(self.c.groups[group].max_ranks)
+            self.c.groups[group].memory_of(self.name, rank)
         self.start()
 
     def lose(self) -> None:
@@ -268,12 +230,16 @@ class SimNode:
 
     def _attach(self, seat: SimSeat, process: SimRank) -> None:
         if seat.process is process and process.alive and seat.state is SeatState.READY:
+            if self.bad_attach:
+                self.bad_attach -= 1
+                self.kill(seat, "engine died")
+                return
             seat.state = SeatState.ATTACHED
             self._tell(seat)
             process.later(self.c.rng.uniform(0.0, 0.2), process.enter)
 
     def kill(self, seat: SimSeat, cause: str, only: SimRank | None = None) -> None:
-        """SIGKILL of a rank's processes; the daemon's futex knows at once. `only`: not of others."""
+        """SIGKILL of a rank's processes, or of `only`; the daemon's futex knows at once."""
         process = seat.process
         if process is not None and process.alive and only in (None, process):
             process.kill()
@@ -304,7 +270,7 @@ class SimNode:
             self._tell(seat)
 
     def _end(self, seat: SimSeat, cause: str, only: SimRank | None = None) -> None:
-        """It is expelled: fenced, then killed if it does not let go. `only`: not another process."""
+        """It, or `only`, is expelled: fenced, then killed if it does not let go."""
         process = seat.process
         if process is None or not process.alive or seat.state is SeatState.DEAD:
             return
@@ -319,7 +285,11 @@ class SimNode:
         """Into every header that this node maps: all of the domain."""
         if self.c.plant is Plant.NO_DEAD_WORD:
             return
-        for memory in self.c.groups[group].memories.values():
+        shared = self.c.groups[group]
+        if shared.marked.get(rank, 0) >= incarnation:
+            return
+        shared.marked[rank] = incarnation
+        for memory in shared.memories.values():
             if memory.dead[rank] < incarnation:
                 memory.dead[rank] = incarnation
                 memory.poke()
@@ -327,7 +297,7 @@ class SimNode:
     def _announce(self, seat: SimSeat) -> None:
         told = (seat.group, seat.rank, seat.incarnation)
         for node in self.c.nodes.values():
-            if node is not self and self.c.net.connected(self.name, node.name):
+            if node is not self and self.c.net.arrives(self.name, node.name):
                 self.c.loop.call_later(self.c.net.delay_s(), node.heard_death, *told)
 
     def heard_death(self, group: str, rank: int, incarnation: int) -> None:
@@ -378,7 +348,11 @@ class SimNode:
         running: dict[int, View] = {}
         for memory in self.c.groups[seat.group].memories.values():
             other = memory.rank
-            if other is not None and other.view is not None and memory.fenced < other.incarnation:
+            if other is None or other.view is None:
+                continue
+            # Whoever is dead to this rank gets nothing of it any more, whatever it still runs.
+            over = max(memory.fenced, int(process.memory.dead[other.me]))
+            if over < other.incarnation:
                 running[other.epoch] = other.view
         used = [
             v
@@ -435,36 +409,12 @@ class SimNode:
             self._drop()
             self._again()
         self._tell_staged()
-        beat = False
-        for seat in self.seats.values():
-            process = seat.process
-            if process is None or not process.alive or seat.state is not SeatState.ATTACHED:
-                continue
-            timeouts = self.c.configs[seat.group].timeouts
-            beat = beat or now_s - self._beat_s >= timeouts.node_timeout_ms / 3_000
-            if process.waits_for is not None:
-                process.look()
-            waited_s = now_s - process.waits_since_s
-            target = process.waits_for
-            if target is not None and waited_s * 1_000 < timeouts.suspect_after_ms:
-                target = None
-            if target != seat.waits:
-                seat.waits = target
-                ms = int(waited_s * 1_000) if target is not None else 0
-                self._say(
-                    seat.group,
-                    ev.Waits(
-                        *(self.name, seat.rank, seat.incarnation, target or 0),
-                        *(process.state, ms, process.progress),
-                    ),
-                )
-        if not self._connected or not (beat or now_s - self._beat_s >= 0.3):
-            return
-        self._beat_s = now_s
-        events = tuple(
-            (s.group, ev.Progressed(self.name, s.rank, s.incarnation, s.process.progress, False))
-            for s in self.seats.values()
-            if s.process is not None and s.state is SeatState.ATTACHED
-        ) + reports(self)
-        if self._stream is not None and self._to is not None:
+        beat = reports.tell_waits(self, now_s, self._beat_s)
+        if self._connected and (beat or now_s - self._beat_s >= 0.3):
+            self._beat_s = now_s
+            self.say_all(reports.heartbeat(self) + loads.reports(self))
+
+    def say_all(self, events: tuple[tuple[str, ev.Event], ...]) -> None:
+        """One message with several reports."""
+        if self._connected and self._stream is not None and self._to is not None:
             self._stream.send(self._to.hear, self._session, events)

@@ -5,81 +5,24 @@ time to arrive; a leave mark is there when its writer goes on, as the fence behi
 decision itself is the native core's.
 """
 
-import itertools
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final
 
 from elasticep.control.views import View
 from elasticep.native.abi import BANKS
-from elasticep.sim.barrier import Cell, Decider, Decision, Kind
-from elasticep.sim.checks import Checker
-from elasticep.sim.loop import TICK_S, VirtualLoop
+from elasticep.sim.barrier import Cell, Decision, Kind
+from elasticep.sim.memory import Links, Memory, Shared
 from elasticep.sim.plants import Plant
 
 if TYPE_CHECKING:
     from elasticep.sim.nodes import SimNode
 
-_DOOMED_PAUSE_S: Final = 0.02  # the real one is shorter; an outage of minutes would take hours
+# The real one is shorter; an outage of minutes would take hours.
+_DOOMED_PAUSE_S: Final = 0.02
+_DOOMED_PAUSE_LARGE_S: Final = 0.25
 _EXIT_S: Final = 0.02
-_LARGE: Final = 16  # ranks; a larger group's cells go out in one event
+_WARMUP_S: Final = 2.5  # beyond hang_timeout, within warmup()
 _PULL_S: Final = (0.001, 0.03)  # reading the others' outputs: long, so that faults fall into it
-_MOMENT_S: Final = 0.003
-_MEMORIES: Final = itertools.count(1)
-_MEMORY_S: Final = (0.000_02, 0.001)
-_MEMORY_SLOW_S: Final = (0.001, 0.05)
-
-
-@dataclass(slots=True)
-class Shared:
-    """What all ranks of a group have in common.
-
-    Attributes:
-        memories: (node, rank) -> memory; a node's death frees it.
-        pace_s: time that an engine takes between steps, least and most.
-    """
-
-    loop: VirtualLoop
-    rng: random.Random
-    checker: Checker
-    plant: Plant
-    group: str
-    max_ranks: int
-    exchange_s: float
-    step_s: float
-    pace_s: tuple[float, float]
-    decider: Decider
-    memories: dict[tuple[str, int], "Memory"] = field(default_factory=dict)
-
-    def memory_s(self) -> float:
-        """Until a store is seen by its reader."""
-        rng = self.rng
-        return rng.uniform(*(_MEMORY_SLOW_S if rng.random() < 0.02 else _MEMORY_S))
-
-
-class Memory:
-    """A seat's regions: what others and the daemon write, and who runs on it now."""
-
-    def __init__(self, max_ranks: int) -> None:
-        self.cells: list[dict[int, Cell]] = [{}, {}]
-        self.flags: dict[int, tuple[int, int]] = {}  # source -> (epoch, step)
-        self.leave: dict[int, tuple[int, int, bool]] = {}  # source -> (step, epoch, expelled)
-        self.newest = (0, 0)  # highest step and highest epoch in any cell that was ever written
-        self.dead: NDArray[np.uint32] = np.zeros(max_ranks, np.uint32)
-        self.fenced = 0
-        self.step = 0
-        self.complete = 0  # steps; the load counters follow from it
-        self.identity = next(_MEMORIES)
-        self.rank: SimRank | None = None
-
-    def poke(self) -> None:
-        """Something was written: its rank looks."""
-        if self.rank is not None:
-            self.rank.look()
 
 
 class SimRank:
@@ -118,8 +61,12 @@ class SimRank:
         self._missing: set[int] = set()
         self._kept: list[Callable[[], None]] = []
         self._looking = False
-        self._looks_at_s = 0.0
-        self._links: dict[int, float] = {}
+        self._links = Links(shared, rank, memory.board)
+        self._board = memory.board
+        self.compiles = False  # after its next steps, within warmup()
+        self.warm = False
+        self.done = 0
+        self._work_number = 0
         memory.rank = self
         shared.checker.started(self.seat)
 
@@ -165,23 +112,17 @@ class SimRank:
 
     def enter(self) -> None:
         """The engine calls step()."""
-        self.state, self.began_s = "barrier", self.s.loop.now_s
+        self.state, self.began_s, self.warm = "barrier", self.s.loop.now_s, False
         self.look()
 
     def look(self) -> None:
         """Do what can be done now."""
         if self._looking or not self.alive or self.stopped:
             return
-        if self.s.max_ranks > _LARGE:  # one look for all that comes within a moment
-            if self._looks_at_s > self.s.loop.now_s:
-                return
-            self._looks_at_s = self.s.loop.now_s + _MOMENT_S
-            self.s.loop.call_at(self._looks_at_s, self._look_now)
-            return
         self._work()
 
-    def _look_now(self) -> None:
-        self._looks_at_s = 0.0
+    def look_now(self) -> None:
+        """Look, if it has a turn."""
         if not self._looking and self.alive and not self.stopped:
             self._work()
 
@@ -216,8 +157,7 @@ class SimRank:
         if self._waits_plainly():
             return self._join_higher()
         staged = sorted(v.epoch for v in self.views.values())
-        cells = {r: c for r, c in memory.cells[self.step & 1].items() if c.step == self.step}
-        decision = self._decide(self.step, cells, [self.views[e] for e in staged])
+        decision = self._decide(self.step, [self.views[e] for e in staged])
         if decision.kind is Kind.WAIT and self._join_higher():
             return True
         return self._follow(decision)
@@ -231,8 +171,8 @@ class SimRank:
 
     def _waits_plainly(self) -> bool:
         """Whether a cell is missing and none says anything new: then the decision is to wait."""
-        cells = self.memory.cells[self.step & 1]
-        news = self.memory.newest[1] > self.epoch
+        cells = self._board.cells[self.step & 1]
+        news = self._board.newest[1] > self.epoch
         for rank in list(self._missing):
             member = self._members[rank]
             cell = cells.get(rank)
@@ -246,17 +186,16 @@ class SimRank:
                 return True
         return False
 
-    def _decide(self, step: int, cells: dict[int, Cell], staged: list[View]) -> Decision:
+    def _decide(self, step: int, staged: list[View]) -> Decision:
+        decider, said, words = self.s.decider, self.said or (), self._board.words[step & 1]
         if self.s.plant is Plant.EARLY_ADOPT and self.view is not None and staged:
-            cells = {r: Cell(c.step, c.incarnation, (c.views[0], *staged)) for r, c in cells.items()
-                     if c.epoch < staged[0].epoch}  # fmt: skip
-            return self.s.decider.decide(
-                *(self.me, self.incarnation, step, self.view, tuple(staged), staged),
-                *(cells, self.memory.dead),
-            )
-        return self.s.decider.decide(
-            *(self.me, self.incarnation, step, self.view, self.said or (), staged),
-            *(cells, self.memory.dead),
+            said, words = tuple(staged), decider.blank()
+            for rank, cell in self._board.cells[step & 1].items():
+                if cell.step == step and cell.epoch < staged[0].epoch:
+                    told = Cell(step, cell.incarnation, (cell.views[0], *staged))
+                    decider.word(words, rank, told)
+        return decider.decide(
+            *(self.me, self.incarnation, step, self.view, said, staged, words, self.memory.dead)
         )
 
     def _follow(self, decision: Decision) -> bool:
@@ -277,10 +216,31 @@ class SimRank:
             for member in self.view.members:
                 self._leave(self.view, member.rank, expelled=False)
             self.step, self.said, self.state = self.step + 1, None, "pause"
-            self.later(_DOOMED_PAUSE_S, self.enter_again)
+            pause_s = _DOOMED_PAUSE_LARGE_S if self.s.large else _DOOMED_PAUSE_S
+            self.later(pause_s, self.enter_again)
             return False
+        self._agree()
         self._begin()
         return True
+
+    def _agree(self) -> None:
+        """All run the work after the least that is done on whoever's word counts."""
+        assert self.view is not None
+        if not self.s.agreed:
+            return
+        least = min(self._done_by_others(self.view), default=self.done)
+        if least < self.done:
+            self.s.checker.undone(self.seat, self.view, self.done, least)
+            self.done = least
+        self._work_number = self.done + 1
+        self.s.checker.settled(self.seat, self.view, self.done)
+
+    def _done_by_others(self, view: View) -> list[int]:
+        return [
+            cell.done
+            for rank, cell in self._board.cells[self.step & 1].items()
+            if rank != self.me and cell.step == self.step and view.holds(rank, cell.incarnation)
+        ]
 
     def enter_again(self) -> None:
         """After a doomed barrier."""
@@ -298,55 +258,16 @@ class SimRank:
         self.said = tuple(later)
         self._members = {m.rank: m.incarnation for m in self.view.members if m.rank != self.me}
         self._missing = set(self._members)
-        cell = Cell(self.step, self.incarnation, (self.view, *later))
-        self._write(self._targets((self.view, *later)), self._write_cell, cell)
-
-    def _targets(self, views: tuple[View, ...]) -> dict[int, "Memory"]:
-        found: dict[int, Memory] = {}
-        for view in views:
-            for member in view.members:
-                memory = self.s.memories.get((member.node, member.rank))
-                if member.rank != self.me and memory is not None:
-                    found.setdefault(member.rank, memory)
-        return found
-
-    def _write(
-        self, targets: dict[int, "Memory"], write: Callable[[Memory, Any], None], what: Any
-    ) -> None:
-        """Store into others' memory; each link keeps its order."""
-        loop = self.s.loop
-        if len(targets) > _LARGE:
-            at_s = max(self._links.get(-1, 0.0) + TICK_S, loop.now_s + self.s.memory_s())
-            self._links[-1] = at_s
-            loop.call_at(at_s, self._write_all, list(targets.values()), write, what)
-            return
-        for rank, memory in targets.items():
-            at_s = max(self._links.get(rank, 0.0) + TICK_S, loop.now_s + self.s.memory_s())
-            self._links[rank] = at_s
-            loop.call_at(at_s, self._write_all, (memory,), write, what)
-
-    def _write_all(self, memories: Any, write: Callable[[Memory, Any], None], what: Any) -> None:
-        for memory in memories:
-            write(memory, what)
-            memory.poke()
-
-    def _write_cell(self, memory: Memory, cell: Cell) -> None:
-        step, epoch = memory.newest
-        memory.newest = (max(step, cell.step), max(epoch, cell.epoch))
-        old = memory.cells[cell.step & 1].get(self.me)
-        if old is None or old.incarnation <= cell.incarnation:
-            memory.cells[cell.step & 1][self.me] = cell
-
-    def _write_flag(self, memory: Memory, flag: tuple[int, int]) -> None:
-        memory.flags[self.me] = flag
+        cell = Cell(self.step, self.incarnation, (self.view, *later), self.done)
+        self._links.write((self.view, *later), cell)
 
     def _higher(self) -> int:
         """The number of a later barrier that a known peer has already written, or 0."""
         highest = 0
         assert self.view is not None
-        if self.memory.newest[0] <= self.step:
+        if self._board.newest[0] <= self.step:
             return 0
-        for cells in self.memory.cells:
+        for cells in self._board.cells:
             for rank, cell in cells.items():
                 if cell.step <= max(self.step, highest):
                     continue
@@ -371,7 +292,10 @@ class SimRank:
         if memory is not None:
             old = memory.leave.get(self.me, (0, 0, False))
             memory.leave[self.me] = (max(self.step, old[0]), self.epoch, expelled)
-            self.s.loop.call_soon(memory.poke)
+            if self.s.large:
+                self.s.look_all()
+            else:
+                self.s.loop.call_soon(memory.poke)
 
     def _adopt(self, view: View) -> None:
         old, self.view = self.view, view
@@ -381,7 +305,25 @@ class SimRank:
                 self._leave(old, member.rank, expelled=True)
         self.views = {e: v for e, v in self.views.items() if e > view.epoch}
         self.s.checker.adopted(self.seat, view, self.step, old)
+        if old is not None:
+            self._check_staged(old, view)
         self.node.adopted(self, view)
+
+    def _check_staged(self, old: View, view: View) -> None:
+        """Whoever is in both views has staged the new one, or is dead."""
+        for member in old.members:
+            memory = self.s.memories.get((member.node, member.rank))
+            other = memory.rank if memory is not None else None
+            if (
+                view.holds(member.rank, member.incarnation)
+                and other is not None
+                and other.incarnation == member.incarnation
+                and other.epoch < view.epoch
+                and view.epoch not in other.views
+                and self.memory.dead[member.rank] < member.incarnation
+            ):
+                what = f"rank {self.me} adopted epoch {view.epoch}, which rank {other.me} has not"
+                self.s.checker.fail("I4", f"{what} staged")
 
     def _join(self) -> bool:
         for epoch, view in sorted(self.views.items()):
@@ -390,14 +332,16 @@ class SimRank:
                 self.said = None
                 return True
         steps = sorted(
-            {c.step for cells in self.memory.cells for c in cells.values()}, reverse=True
+            {c.step for cells in self._board.cells for c in cells.values()}, reverse=True
         )
         for step in steps[:2]:
-            cells = {r: c for r, c in self.memory.cells[step & 1].items() if c.step == step}
-            decision = self._decide(step, cells, [v for _, v in sorted(self.views.items())])
+            cells = {r: c for r, c in self._board.cells[step & 1].items() if c.step == step}
+            decision = self._decide(step, [v for _, v in sorted(self.views.items())])
             if decision.kind is not Kind.RUN:
                 continue
             self.step = step
+            if self.s.agreed:
+                self.done = min(self._done_by_others(self.views[decision.epoch]), default=self.done)
             if any(c.epoch >= decision.epoch for c in cells.values()):
                 self._adopt(self.views[decision.epoch])
                 self.said = None
@@ -420,7 +364,7 @@ class SimRank:
         self.memory.step = self.step
         self._members = {m.rank: m.incarnation for m in self.view.members if m.rank != self.me}
         self._missing = set(self._members)
-        self._write(self._targets((self.view,)), self._write_flag, (self.epoch, self.step))
+        self._links.write((self.view,), (self.epoch, self.step))
 
     def _exchange(self) -> bool:
         memory, mine = self.memory, (self.epoch, self.step)
@@ -428,7 +372,7 @@ class SimRank:
             return self._tear()
         waits = None
         for rank in list(self._missing):
-            flag = memory.flags.get(rank, (0, 0))
+            flag = self._board.flags.get(rank, (0, 0))
             if flag == mine:
                 self._missing.discard(rank)
                 continue
@@ -436,6 +380,8 @@ class SimRank:
             if later or memory.dead[rank] >= self._members[rank]:
                 return self._tear()
             waits = rank if waits is None else min(waits, rank)
+            if self.s.large:
+                break  # who tears tells all, so that it is enough to look at one
         if waits is None:
             self.state, self.waits_for = "pull", None
             self.later(self.s.rng.uniform(*_PULL_S) * self.slow, self._end)
@@ -465,9 +411,13 @@ class SimRank:
             for member in self.view.members:
                 self._leave(self.view, member.rank, expelled=False)
         if not self.torn:
-            self.s.checker.step(self.seat, self.step, self.view)
+            self.s.checker.step(self.seat, self.step, self.view, self._work_number)
+            self.done = self._work_number
             memory.complete += 1
         self.step, self.said, self.state = self.step + 1, None, "idle"
         self.progress += 1
         self.waits_for = None
-        self.later(self.s.rng.uniform(*self.s.pace_s) * self.slow, self.enter)
+        pause_s = self.s.rng.uniform(*self.s.pace_s) * self.slow
+        if self.compiles:
+            self.warm, pause_s = True, _WARMUP_S
+        self.later(pause_s, self.enter)

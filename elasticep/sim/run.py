@@ -30,6 +30,7 @@ class Scenario:
         controllers: replicas.
         faults: how many are drawn for an episode.
         episodes: times that faults come and are healed; the quiet time between is jumped over.
+        kinds: of faults that are drawn; empty: all.
         only: indices of the drawn faults that happen; None: all.
         plant: a mechanism that is taken out.
     """
@@ -40,13 +41,15 @@ class Scenario:
     controllers: int = 2
     faults: int = 5
     episodes: int = 1
+    kinds: tuple[str, ...] = ()
     only: tuple[int, ...] | None = None
     plant: Plant = Plant.NONE
 
     def drawn(self) -> list[tuple[Fault, ...]]:
         """The faults of each episode."""
         rng = random.Random(f"faults {self.seed}")
-        all_of = [draw(rng, self.faults, int(_EPISODE_S * 1_000)) for _ in range(self.episodes)]
+        within_ms = int(_EPISODE_S * 1_000)
+        all_of = [draw(rng, self.faults, within_ms, self.kinds) for _ in range(self.episodes)]
         if self.only is None:
             return all_of
         numbered = iter(range(self.faults * self.episodes))
@@ -56,11 +59,12 @@ class Scenario:
     def command(self) -> str:
         """What replays it."""
         only = "" if self.only is None else f" --only {','.join(map(str, self.only)) or '-'}"
+        kinds = f" --kinds {','.join(self.kinds)}" if self.kinds else ""
         plant = "" if self.plant is Plant.NONE else f" --plant {self.plant}"
         return (
             f"elasticep sim --seed {self.seed} --ranks {self.ranks} --nodes {self.nodes} "
             f"--controllers {self.controllers} --faults {self.faults} "
-            f"--episodes {self.episodes}{only}{plant} --schedules 1"
+            f"--episodes {self.episodes}{kinds}{only}{plant} --schedules 1"
         )
 
 
@@ -89,7 +93,7 @@ class Result:
     wall_s: float
 
 
-def short(seed: int, plant: Plant = Plant.NONE) -> Scenario:
+def short(seed: int, plant: Plant = Plant.NONE, kinds: tuple[str, ...] = ()) -> Scenario:
     """A small schedule; the seed draws its sizes, too."""
     rng = random.Random(f"shape {seed}")
     return Scenario(
@@ -98,6 +102,7 @@ def short(seed: int, plant: Plant = Plant.NONE) -> Scenario:
         nodes=rng.randint(2, 3),
         controllers=rng.choice((1, 2, 2, 3)),
         faults=rng.randint(1, 6),
+        kinds=kinds,
         plant=plant,
     )
 

@@ -91,7 +91,7 @@ class SimStore:
 
     def _arrive(self, work: Callable[[], Any], answer: "asyncio.Future[Any]") -> None:
         server = self._server
-        if not server.backend.available or not server.net.connected(self._process.name, STORE):
+        if not server.backend.available or not server.net.arrives(self._process.name, STORE):
             return
         if server.slow_s:
             server.loop.call_later(server.slow_s, self._carry_out, work, answer)
@@ -113,7 +113,7 @@ class SimStore:
     def _answer(
         self, answer: "asyncio.Future[Any]", result: Any, error: ElasticEPError | None
     ) -> None:
-        if answer.done() or not self._server.net.connected(self._process.name, STORE):
+        if answer.done() or not self._server.net.arrives(self._process.name, STORE):
             return
         if error is not None:
             answer.set_exception(error)

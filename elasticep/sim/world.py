@@ -11,16 +11,18 @@ from elasticep.control.events import SeatState
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.errors import ElasticEPError
 from elasticep.geometry import MAX_RANKS, GroupGeometry
-from elasticep.group import GroupConfig, LostExperts, Timeouts
+from elasticep.group import Completion, GroupConfig, LostExperts, Timeouts
+from elasticep.policies import Policies
 from elasticep.sim.barrier import Decider
 from elasticep.sim.checks import Checker
+from elasticep.sim.cluster import Cluster, SimSeat
 from elasticep.sim.controllers import SimController
 from elasticep.sim.loads import POLICY
 from elasticep.sim.loop import VirtualLoop
+from elasticep.sim.memory import LARGE, Shared
 from elasticep.sim.net import STORE, Net
-from elasticep.sim.nodes import Cluster, SimNode, SimSeat
+from elasticep.sim.nodes import SimNode
 from elasticep.sim.plants import Plant
-from elasticep.sim.ranks import Shared
 from elasticep.sim.store import StoreServer
 from elasticep.spec import ExchangeSpec
 
@@ -35,19 +37,25 @@ _LOOK_S: Final = 0.1
 _METRICS: Final[list[ControllerMetrics]] = []
 
 
-def group_config(name: str, ranks: int, lost: LostExperts) -> GroupConfig:
-    """A group of the simulation; one layer, slots for two copies of every expert."""
-    experts = 2 * ranks if ranks <= 16 else ranks
+def group_config(name: str, ranks: int, rng: random.Random) -> GroupConfig:
+    """A group of the simulation: one layer, and slots from just enough to three of each expert."""
+    large = ranks > LARGE
     return GroupConfig(
         name=name,
         geometry=GroupGeometry(
-            layers=1, experts=experts, topk=2, hidden=64, slots_per_rank=6, max_ranks=ranks
+            layers=1,
+            experts=ranks if large else 2 * ranks,
+            topk=2,
+            hidden=64,
+            slots_per_rank=6 if large else rng.choice((3, 4, 6)),
+            max_ranks=ranks,
         ),
         exchanges=(("decode", ExchangeSpec.preset("ROUTED")),),
         initial_ranks=ranks,
         timeouts=TIMEOUTS,
-        lost_experts=lost,
-        flap_limit=0 if ranks > 16 else 5,
+        lost_experts=rng.choice(list(LostExperts)),
+        completion=rng.choice(list(Completion)),
+        flap_limit=0 if large else 5,
         rebalance=POLICY,
     )
 
@@ -81,10 +89,11 @@ class World:
             for i in range(controllers)
         ]
         count = -(-ranks // MAX_RANKS)
-        lost = self.rng.choice(list(LostExperts))
         sizes = [ranks // count + (i < ranks % count) for i in range(count)]
-        self.configs = {f"g{i}": group_config(f"g{i}", size, lost) for i, size in enumerate(sizes)}
-        pace_s = (0.03, 0.12) if ranks <= 16 else (0.5, 0.6)
+        self.configs = {
+            f"g{i}": group_config(f"g{i}", size, self.rng) for i, size in enumerate(sizes)
+        }
+        pace_s = (0.03, 0.12) if ranks <= LARGE else (0.8, 0.9)
         self.groups = {
             name: Shared(
                 loop=loop,
@@ -97,6 +106,7 @@ class World:
                 step_s=TIMEOUTS.step_timeout_ms / 1_000,
                 pace_s=pace_s,
                 decider=Decider(config.geometry.max_ranks),
+                agreed=config.completion is Completion.AGREED,
             )
             for name, config in self.configs.items()
         }
@@ -114,6 +124,8 @@ class World:
         self.endpoints = {STORE, *self.nodes, *(c.name for c in self.controllers)}
         self._operations: set[asyncio.Task[None]] = set()
         self._asked: dict[tuple[str, int], int] = {}
+        self._policies_asked: dict[str, int] = {}
+        self.policies: dict[str, Policies] = {}  # acknowledged
         self._operators = loop.create_future()
         self._rebalances: dict[str, int] = {}
         self._paused: dict[str, bool] = {}  # group -> whether the last pause is acknowledged
@@ -142,17 +154,43 @@ class World:
 
     # ---- operators
 
+    def set_policies(self, group: str, policies: Policies) -> None:
+        """An operator changes a group's policies."""
+        self._policies_asked[group] = self._policies_asked.get(group, 0) + 1
+        self.policies.pop(group, None)
+        number = self._policies_asked[group]
+
+        def acknowledged() -> None:
+            if self._policies_asked[group] == number:
+                self.policies[group] = policies
+
+        self._ask(group, ev.SetPolicies(policies), acknowledged)
+
     def operate(self, group: str, event: ev.Drain | ev.Undrain) -> None:
         """An operator asks the leader, once."""
-        leader = next((c for c in self.controllers if c.term and not c.process.stopped), None)
-        if leader is None or leader.term is None:
-            return
-        term = leader.term
         drains = isinstance(event, ev.Drain)
         for rank in event.ranks:
             self._asked[group, rank] = self._asked.get((group, rank), 0) + 1
             self.checker.acknowledged.pop((group, rank), None)
         asked = {rank: self._asked[group, rank] for rank in event.ranks}
+
+        def acknowledged() -> None:
+            for rank, number in asked.items():
+                if self._asked[group, rank] == number:
+                    self.checker.acknowledged[group, rank] = drains
+
+        self._ask(group, event, acknowledged)
+
+    def _ask(
+        self,
+        group: str,
+        event: ev.Drain | ev.Undrain | ev.SetPolicies,
+        acknowledged: Callable[[], None],
+    ) -> None:
+        leader = next((c for c in self.controllers if c.term and not c.process.stopped), None)
+        if leader is None or leader.term is None:
+            return
+        term = leader.term
 
         async def ask() -> None:
             try:
@@ -164,9 +202,7 @@ class World:
                 self.checker.trace(f"operator: {event} is refused: {error}")
                 return
             self.checker.trace(f"operator: {event} is acknowledged")
-            for rank, number in asked.items():
-                if self._asked[group, rank] == number:
-                    self.checker.acknowledged[group, rank] = drains
+            acknowledged()
 
         task = self.loop.create_task(ask(), context=leader.process.context.copy())
         self._operations.add(task)
@@ -222,7 +258,7 @@ class World:
         return True
 
     def undrain_held(self) -> None:
-        """Let in whoever is held for flapping; drained ranks stay out."""
+        """Let in whoever is held for flapping or by a policy; drained ranks stay out."""
         for controller in self.controllers:
             term = controller.term
             for name, membership in term.cluster.groups.items() if term else ():
@@ -246,8 +282,6 @@ class World:
             if membership is None or membership.view is None:
                 return f"group {name} has no view"
             epoch = membership.view.epoch
-            asked = self.checker.acknowledged
-            drained = {rank for (group, rank), held in asked.items() if group == name and held}
             for node, seat in self.seats():
                 if seat.group != name or membership.seats[seat.rank].held:
                     continue
@@ -257,8 +291,6 @@ class World:
                 if process.epoch != epoch or membership.adopted_epoch != epoch:
                     waits = membership.waiting or "staging"
                     return f"rank {seat.rank} of {name} runs {process.epoch} of {epoch}: {waits}"
-                if seat.rank in drained:
-                    return f"rank {seat.rank} of {name} was drained and serves"
         return ""
 
     def counts(self) -> dict[tuple[str, int, int], int]:
@@ -274,15 +306,21 @@ class World:
         term = next((c.term for c in self.controllers if c.term is not None), None)
         if term is None:
             return []
+        groups = term.cluster.groups
         pauses = [
             f"{'pause' if paused else 'resume'} of {group}"
             for group, paused in sorted(self._paused.items())
             if bool(term.cluster.background[group].rebalancer.paused) is not paused
         ]
-        return pauses + [
+        found = pauses + [
             f"{'drain' if drained else 'undrain'} of rank {rank} of {group}"
             for (group, rank), drained in sorted(self.checker.acknowledged.items())
-            if term.cluster.groups[group].seats[rank].held.startswith("drained") is not drained
+            if groups[group].seats[rank].held.startswith("drained") is not drained
+        ]
+        return found + [
+            f"change of the policies of {group}"
+            for group, policies in sorted(self.policies.items())
+            if groups[group].policies != policies
         ]
 
     async def close(self) -> None:
