@@ -169,6 +169,7 @@ int epc_session::take_region(u32 rank, int header_fd, int data_fd) {
                         rank, static_cast<unsigned long long>(p.used_by));
       changed.wait_for(lock, std::chrono::milliseconds(1));
     }
+    if (stop) return ep::fail(EP_EGONE, "the session is being closed");  // its kernels may still use the former one
     lock.unlock();
     if (int bad = context->regions.drop(rank)) return bad;
     p.mapped = false;
