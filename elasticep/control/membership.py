@@ -115,6 +115,11 @@ class Membership:
         return self._s.domains
 
     @property
+    def unrestorable(self) -> frozenset[tuple[int, int]]:
+        """(layer, expert) pairs that nothing could supply when it was tried last."""
+        return frozenset(self._s.unrestorable)
+
+    @property
     def cannot_load(self) -> frozenset[int]:
         """Members that get no new content, because they failed to load some."""
         view = self._s.view
@@ -274,7 +279,9 @@ class Membership:
         taken_in = 0 < seat.since <= event.epoch
         if not taken_in or pending is None or not pending.view.holds(seat.rank, seat.incarnation):
             out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
-        elif event.error and self._unrestorable(seat, pending, event, out):
+            return
+        pending.answered.add(event.rank)
+        if event.error and self._unrestorable(seat, pending, event, out):
             pending.errors.pop(event.rank, None)
         elif event.error:
             pending.errors[event.rank] = event.error

@@ -66,6 +66,7 @@ class Pending:
         seen: somebody other than its joiners may know it (after a change of the leader: maybe).
         sent: rank -> when its node was told to stage it.
         errors: rank -> why it cannot.
+        answered: ranks that have staged it, or said why they cannot.
         loading: rank -> how far the weights are that it loads.
     """
 
@@ -77,6 +78,7 @@ class Pending:
     seen: bool = False
     sent: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
     loading: dict[int, Loading] = field(default_factory=dict)
 
 
@@ -136,7 +138,7 @@ class Situation:
     @property
     def around(self) -> Around:
         """What placements depend on."""
-        return Around(self.config, self.domains, self.loads)
+        return Around(self.config, self.domains, self.loads, self.unrestorable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +175,17 @@ def next_plan(s: Situation) -> NextView | str:
     if latest is None or s.empty_since_ms:
         return _form(s)
     change = _change(s, latest)
-    urgent = change.urgent or bool(s.revoked) or bool(_refused(latest, s).any())
+    refused = bool(_refused(latest, s).any())
+    urgent = change.urgent or bool(s.revoked) or refused
     wanted = urgent or bool(change.joining)
     if s.unadopted >= MAX_UNADOPTED or (s.unadopted and not urgent):
         return _not_yet(s, latest) if wanted else ""
+    awaited = _awaited(s, change) if refused else []
+    if awaited and not change.urgent and not s.revoked:
+        return (
+            f"nobody can supply some experts of epoch {latest.epoch}; the next view waits until "
+            f"{describe_ranks(awaited)} answered, who may name more"
+        )
     if not s.unadopted and not wanted and s.goal is not None and s.goal.epoch == latest.epoch:
         return _rearranged(s, latest, s.goal)
     if not s.unadopted and not wanted and not latest.lost:
@@ -190,6 +199,18 @@ def next_plan(s: Situation) -> NextView | str:
             f"{s.config.min_ranks}; ranks must rejoin first"
         )
     return plan
+
+
+def _awaited(s: Situation, change: _Change) -> list[int]:
+    """Members that the latest view gives something to load and that have not answered it.
+
+    What each of them cannot get is left out of the next view at once: a third open view, for what
+    another one says later, there cannot be.
+    """
+    if s.pending is None:
+        return []
+    stay = {member.rank for member in change.stay}
+    return sorted((s.pending.filled & stay) - s.pending.answered)
 
 
 def _change(s: Situation, latest: View) -> _Change:
