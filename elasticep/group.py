@@ -74,7 +74,8 @@ class GroupConfig:
         completion: when a step counts.
         initial_ranks: the first view waits for ranks 0..initial_ranks-1.
         min_ranks: no view with fewer members is proposed.
-        spare_copies: copies of an expert beyond its first, where slots allow.
+        spare_copies: copies of an expert beyond its first, where slots allow; with 2 or more all
+            slots are filled, experts with much load first.
         flap_limit: a rank that dies this often in ten minutes waits for an operator; 0: never.
         manual_readmission: every rank that was expelled waits for an operator.
         staging_slots: slots per rank and layer that plans leave empty, so that moves have a place

@@ -6,6 +6,7 @@ back afterwards, so the slot that a move frees is the next one that is kept free
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,11 +38,13 @@ class Around:
         config: the group's config.
         domains: node -> domain; a node that is missing is a domain of its own.
         loads: int64 [layers, experts], the tokens to plan for; None: not known.
+        unrestorable: (layer, expert) pairs that nothing can supply; nobody is given them.
     """
 
     config: GroupConfig
     domains: Mapping[str, str]
     loads: Int64Array | None = None
+    unrestorable: AbstractSet[tuple[int, int]] = frozenset()
 
     @property
     def tokens(self) -> Int64Array:
@@ -175,6 +178,8 @@ def target(
     made = plan(around.tokens, around.infos(members, draining), packed, policy)
     previous = _unpacked(packed, order)
     after = _into_free(previous, _unpacked(made.placement, order))
+    if around.unrestorable:
+        after = _without(previous, after, around.unrestorable)
     alive = {member.rank for member in members}
     if len(alive) < placement.max_ranks:
         previous = split(around, keep(previous.slot_expert, alive), members)
@@ -186,6 +191,19 @@ def _unpacked(packed: Placement, order: NDArray[np.int64]) -> Placement:
     np.put_along_axis(expert, order, packed.slot_expert, axis=2)
     np.put_along_axis(weight, order, packed.slot_weight, axis=2)
     return Placement(experts=packed.experts, slot_expert=expert, slot_weight=weight)
+
+
+def _without(
+    previous: Placement, after: Placement, unrestorable: AbstractSet[tuple[int, int]]
+) -> Placement:
+    """The plan without copies of experts that nobody holds and nothing can supply."""
+    expert, weight = after.slot_expert.copy(), after.slot_weight.copy()
+    missing = lost_mask(previous.slot_expert, previous.experts)
+    for layer, lost in unrestorable:
+        if missing[layer, lost]:
+            weight[layer][expert[layer] == lost] = 0
+            expert[layer][expert[layer] == lost] = EMPTY
+    return Placement(experts=after.experts, slot_expert=expert, slot_weight=weight)
 
 
 def _into_free(previous: Placement, after: Placement) -> Placement:

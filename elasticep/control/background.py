@@ -1,6 +1,6 @@
 """What goes on behind a group's membership: its load, and moving experts by it. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticep.control import events as ev
 from elasticep.control.arrange import Around
@@ -89,8 +89,9 @@ class Background:
         view = self._group.view
         if view is None:
             raise UsageError(f"group {self._group.config.name!r} has no view yet; nothing to move")
+        around = self.around
         return PlanJob(
-            around=self.around,
+            around=replace(around, unrestorable=frozenset()) if asked else around,
             view=view,
             policy=policy or group_policy(self._group.config),
             asked=asked,
@@ -100,7 +101,8 @@ class Background:
     @property
     def around(self) -> Around:
         """Config, domains and loads, as they are."""
-        return Around(self._group.config, dict(self._group.domains), self.loads.tokens())
+        group = self._group
+        return Around(group.config, dict(group.domains), self.loads.tokens(), group.unrestorable)
 
     def operate(self, event: Ask | Pause | Resume, now_ms: int) -> list[Outcome]:
         """What an operator wants."""

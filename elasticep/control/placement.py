@@ -1,7 +1,7 @@
 """Placement of experts: the public names. Pure: no clock, no I/O, no threads.
 
-`round_robin` starts a group, `plan` improves it when loads are known, `without` and `resplit` keep
-it serving when ranks die. `docs/placement.md` says how the planner works.
+`plan` starts a group and improves it, `resplit` keeps it serving when ranks die; `round_robin` and
+`without` do without the native core. `docs/placement.md` says how the planner works.
 """
 
 from elasticep.control.planner import plan, resplit

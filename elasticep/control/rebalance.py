@@ -216,7 +216,8 @@ class Rebalancer:
         if quiet_ms < 0:
             self.why = "a view is under way"
             return None
-        around = Around(group.config, dict(group.domains), loads.tokens())
+        missing = group.unrestorable
+        around = Around(group.config, dict(group.domains), loads.tokens(), missing)
         if not self.asked:
             if self.paused or not policy.automatic:
                 self.why = self.paused or "automatic rebalancing is off"
@@ -231,7 +232,8 @@ class Rebalancer:
                 self._single = -1
             cover = group.config.spare_copies >= 1 and now.single != self._single
             self._judged = (view.epoch, loads.rolls)
-            if not (cover and now.single) and not now.lost and now.mean <= policy.target:
+            lost = now.lost > len(missing)
+            if not (cover and now.single) and not lost and now.mean <= policy.target:
                 self.why = f"balanced (imbalance {now.mean:.3f}, target {policy.target:g})"
                 return None
         elif now_ms < self._not_before_ms:

@@ -547,6 +547,15 @@ def test_experts_that_nobody_can_supply_are_named_as_lost(policy: LostExperts) -
     group.advance(3_000)
     assert world.membership.adopted_epoch == world.view.epoch
     assert set(pairs) <= set(world.view.lost), "and nobody tries again"
+    world.attach = True
+    for name in ("a", "b"):  # a rank comes in, and is not given them either
+        for seat in world.nodes[name].seats.values():
+            if seat.state is SeatState.READY:
+                world.attach_engine(seat.rank)
+    group.advance(10_000)
+    assert world.view.ranks == (0, 1, 2, 3)
+    assert set(pairs) <= set(world.view.lost)
+    assert all(set(pairs) <= set(v.lost) for v in world.proposed if v.epoch > view.epoch)
     world.feed(ev.Retry())
     assert not world.view.lost, "until somebody asks"
 
