@@ -199,4 +199,8 @@ def status_line(status: "RebalanceStatus") -> str:
         parts.append(f"{status.asked} is asked for")
     if status.why and status.why != status.paused:
         parts.append(status.why)
+    if status.doing == "idle" and status.HasField("last"):
+        last = status.last
+        ago = f"{last.ended_ms_ago / 1_000:.0f} s ago"
+        parts.append(f"the last one was {'done' if last.done else 'abandoned'} {ago}: {last.why}")
     return "; ".join(parts)
