@@ -4,11 +4,9 @@ import enum
 from collections.abc import Iterable
 
 from elasticep.errors import ConfigError
-from elasticep.spec import ExchangeSpec, ScaleLayout
-from elasticep.wire import WireDtype
+from elasticep.spec import ExchangeSpec
 
 _ROW_ALIGNMENT = 16  # bytes: kernels move whole vectors
-_SUMS = (WireDtype.FP32, WireDtype.FP16, WireDtype.BF16)
 
 
 class Device(enum.StrEnum):
@@ -25,14 +23,14 @@ def check_cuda(
 
     Args:
         name: the group's, for the message.
-        inline: whether launch is inline and completion local.
+        inline: whether launch is inline.
         hidden: elements of a row.
         exchanges: (name, spec) pairs.
     """
     if not inline:
         raise ConfigError(
-            f"group {name!r} has device = 'cuda', where kernels run on the engine's own stream and "
-            "steps count by rank; set launch = 'inline' and completion = 'local'"
+            f"group {name!r} has device = 'cuda', where kernels run on the engine's own stream; "
+            "set launch = 'inline'"
         )
     for exchange, spec in exchanges:
         for part in spec.parts():
@@ -44,14 +42,8 @@ def check_cuda(
 
 
 def _unfit(spec: ExchangeSpec, hidden: int) -> str:
-    if spec.replicated_input:
-        return "replicated_input, which runs on the CPU only; leave it out"
-    if spec.combine_dtype not in _SUMS:
-        return f"combine_dtype = {spec.combine_dtype.value!r}; use fp32, fp16 or bf16"
-    if spec.scale_layout is not ScaleLayout.ROWS:
-        return f"scale_layout = {spec.scale_layout.value!r}; use 'rows'"
-    for dtype in (spec.dispatch_dtype, spec.combine_dtype):
-        row_bytes = hidden * dtype.row_format.bits // 8
+    dispatched = spec.dispatch_dtype.row_format.payload_bytes(hidden)
+    for row_bytes in (dispatched, spec.combine_dtype.row_bytes(hidden)):
         if row_bytes % _ROW_ALIGNMENT:
             return (
                 f"rows of {row_bytes} bytes; on a GPU they are a multiple of {_ROW_ALIGNMENT}, "

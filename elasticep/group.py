@@ -130,7 +130,7 @@ class GroupConfig:
             raise ConfigError(f"group {self.name!r}: manual_readmission must be true or false")
         self.arena_layout()
         if self.device is Device.CUDA:
-            inline = self.launch is Launch.INLINE and self.completion is Completion.LOCAL
+            inline = self.launch is Launch.INLINE
             check_cuda(self.name, inline, self.geometry.hidden, self.exchanges)
         most_staging = self.geometry.slots_per_rank - 1
         self._check_range("staging_slots", 0, most_staging, "geometry.slots_per_rank - 1")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CudaExchange(Exchange):
     """`Exchange` on the GPU of a `CudaSession`. All of its memory is there once it is made.
 
-    What differs in `Received`: without `cpu_sync` the host knows neither `arrived` (-1) nor
-    `tokens` (empty); `counts` is there in the layouts by expert; `places` and `row_slots` are not.
+    What differs in `Received`: the host knows no `tokens` (empty), and `arrived` with `cpu_sync`
+    only (else -1); `counts` is there in the layouts by expert; `global_scale` is this rank's own.
     """
 
     def __init__(self, session: "CudaSession", name: str, spec: ExchangeSpec, number: int) -> None:
@@ -36,6 +36,7 @@ class CudaExchange(Exchange):
             CudaReceivedTensors(self._cuda, spec, geometry, number, channel)
             for channel in range(spec.channels)
         ]
+        self._scale = [1.0] * spec.channels  # of the exchange under way
         # 1 where a token of a layer's last dispatch needed an expert that no member holds.
         shape = (spec.channels, geometry.layers, spec.max_tokens)
         self._lost = torch.zeros(shape, dtype=torch.uint8, device=self._device)
@@ -158,6 +159,7 @@ class CudaExchange(Exchange):
         flight = self._flights[channel]
         assert flight is not None
         flight.lost = self._lost[channel, layer, : flight.tokens]
+        self._scale[channel] = global_scale
         self._cuda.use_sms(self.spec.num_sms or 0)
         try:
             self._cuda.dispatch(
@@ -174,7 +176,11 @@ class CudaExchange(Exchange):
         flight.step._note_lost(flight.lost)
         all_ok = made.fixed.token_ok[: flight.tokens]
         token_ok = flight.lost == 0 if self._serve_lost else all_ok
-        flight.received = made.received(flight.layer, token_ok)
+        try:
+            flight.received = made.received(flight.layer, token_ok, self._scale[channel])
+        except ElasticEPError:
+            self._drop(channel)
+            raise
         flight.phase = "received"
         return flight.received
 

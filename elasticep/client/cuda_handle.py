@@ -119,8 +119,6 @@ class CudaHandle:
         half: str = "both",
     ) -> None:
         """Put a dispatch, or its sending half, on the stream."""
-        if tensors.global_scale != 1.0:
-            raise TensorError("global_scale is not carried on a GPU; leave it at 1.0")
         args = native.DispatchArgs(
             exchange=exchange,
             channel=channel,
@@ -133,6 +131,7 @@ class CudaHandle:
             ids=tensors.ids,
             weights=tensors.weights,
             lost=lost,
+            global_scale=tensors.global_scale,
         )
         self._args[exchange, channel] = args
         try:
@@ -143,6 +142,10 @@ class CudaHandle:
     def receive(self, exchange: int, channel: int) -> None:
         """Put the receiving half of a dispatch on the stream."""
         self.context.dispatch(self._args[exchange, channel], self.stream, half="receive")
+
+    def counts(self, exchange: int, channel: int) -> native.Counts:
+        """Wait for the exact count of a dispatch with `cpu_sync`."""
+        return self.context.wait_counts(exchange, channel)
 
     def combine(
         self, exchange: int, channel: int, out: int | None, dtype: int, half: str = "both"

@@ -1,14 +1,16 @@
 """What a dispatch delivers on a GPU: tensors over the rank's region, made once per channel."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from elasticep.client.cuda_handle import CudaHandle
-from elasticep.client.received import WIRE, Received
+from elasticep.client.received import BY_CODE, WIRE, Received
+from elasticep.errors import StepTorn
 from elasticep.geometry import GroupGeometry
-from elasticep.spec import ExchangeSpec, Layout, Reduce
+from elasticep.native import cuda as native
+from elasticep.spec import ExchangeSpec, Layout, Reduce, ScaleLayout
 from elasticep.wire import WireDtype
 
 UNKNOWN = -1
@@ -36,13 +38,6 @@ def over(
     return flat.view(dtype).view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """Where the number of rows that came is, for exchanges whose host waits for it."""
-
-    cell: torch.Tensor  # int32 [1]
-
-
 class CudaReceivedTensors:
     """The tensors of one channel of an exchange.
 
@@ -67,34 +62,34 @@ class CudaReceivedTensors:
     ) -> None:
         raw = handle.context.received(number, channel)
         device, slots = handle.device, geometry.slots_per_rank
+        self._handle, self._number, self._channel = handle, number, channel
         self._spec = spec
         rows, topk, hidden = int(raw.rows_count), geometry.topk, geometry.hidden
         wire = spec.dispatch_dtype
-        masked, contiguous = spec.layout is Layout.MASKED, spec.layout is Layout.CONTIGUOUS
-        room = (slots, rows // slots) if masked else (rows,)
+        room = (slots, rows // slots) if spec.layout is Layout.MASKED else (rows,)
         by_choice = spec.reduce is Reduce.PER_EXPERT and not spec.by_expert
         elements = hidden // 2 if wire is WireDtype.NVFP4 else hidden
-        pairs = (geometry.max_ranks * int(raw.source_rows), topk)
-        scales = None
-        if raw.scales:
-            kind = torch.float32 if wire.row_format.scale_bytes == 4 else torch.uint8
-            scales = over(raw.scales, (*room, hidden // wire.row_format.block), kind, device)
-        counts = over(raw.slot_counts, (slots if spec.by_expert else 1,), torch.int32, device)
-        offsets = over(raw.slot_offsets, (slots + 1,), torch.int32, device) if contiguous else None
+        pairs = (int(raw.id_rows), topk)
+
+        def ints(address: int | None, *shape: int) -> torch.Tensor | None:
+            return over(address, shape, torch.int32, device) if address else None
+
+        ids, counts = ints(raw.ids, *pairs), ints(raw.slot_counts, slots)
+        none = torch.empty(0, dtype=torch.int32, device=device)
         self.fixed = Received(
             rows=over(raw.rows, (*room, elements), WIRE[wire], device),
-            scales=scales,
-            ids=over(raw.ids, pairs, torch.int32, device),
+            scales=self._scales(raw, room, hidden) if raw.scales else None,
+            ids=none if ids is None else ids,
             weights=over(raw.weights, pairs, torch.float32, device),
-            counts=counts if spec.by_expert else counts[:0],
-            offsets=offsets,
-            places=None,
-            row_slots=None,
+            counts=counts if counts is not None and spec.by_expert else none,
+            offsets=ints(raw.slot_offsets, slots + 1),
+            places=ints(raw.places, *pairs),
+            row_slots=ints(raw.row_slots, rows),
             global_scale=(1.0,) * geometry.max_ranks,
             out=over(
                 raw.out,
                 (rows, topk, hidden) if by_choice else (*room, hidden),
-                WIRE[spec.combine_dtype],
+                BY_CODE[raw.out_dtype],
                 device,
             ),
             layout=spec.layout,
@@ -104,25 +99,47 @@ class CudaReceivedTensors:
             arrived=UNKNOWN,
             token_ok=torch.ones(spec.max_tokens, dtype=torch.bool, device=device),
         )
-        self._count = None
-        if spec.cpu_sync:
-            self._count = _Count(counts if offsets is None else offsets[-1:])
 
-    def received(self, layer: int, token_ok: torch.Tensor) -> Received:
-        """What a dispatch that is on the stream delivers; waits for it where `cpu_sync` says so."""
-        if self._count is None:
-            return replace(self.fixed, layer=layer, token_ok=token_ok)
-        count = int(self._count.cell.item())
-        full = self.fixed
-        arrived = self._spec.layout is Layout.ARRIVAL
+    def _scales(self, raw: native.Received, room: tuple[int, ...], hidden: int) -> torch.Tensor:
+        wire, device = self._spec.dispatch_dtype.row_format, self._handle.device
+        dtype = torch.float32 if wire.scale_bytes == 4 else torch.uint8
+        if self._spec.scale_layout is ScaleLayout.ROWS:
+            return over(raw.scales, (*room, hidden // wire.block), dtype, device)
+        if self._spec.scale_layout is ScaleLayout.PACKED:
+            dtype = torch.int32
+        columns = (*room[:-1], int(raw.scale_columns), int(raw.scale_lead))
+        whole = over(raw.scales, columns, dtype, device)
+        return whole.transpose(-1, -2)[..., : room[-1], :]
+
+    def received(self, layer: int, token_ok: torch.Tensor, global_scale: float) -> Received:
+        """What a dispatch that is on the stream delivers; waits for its count where `cpu_sync`
+        says so.
+
+        Raises:
+            StepTorn: it was waited for and the step is torn.
+        """
+        full = replace(
+            self.fixed,
+            layer=layer,
+            token_ok=token_ok,
+            global_scale=(global_scale,) * len(self.fixed.global_scale),
+        )
+        if not self._spec.cpu_sync:
+            return full
+        counts = self._handle.counts(self._number, self._channel)
+        if counts.torn:
+            raise StepTorn("this step is torn; leave the `with session.step()` block and repeat it")
+        if self._spec.layout is Layout.MASKED:
+            return replace(full, arrived=int(counts.arrived))
+        rows = int(counts.rows)
+        sent = self._spec.layout is Layout.ARRIVAL  # ids go with the rows
         return replace(
             full,
-            rows=full.rows[:count],
-            scales=None if full.scales is None else full.scales[:count],
-            ids=full.ids[:count] if arrived else full.ids,
-            weights=full.weights[:count] if arrived else full.weights,
-            out=full.out[:count],
-            layer=layer,
-            arrived=count if arrived else UNKNOWN,
-            token_ok=token_ok,
+            rows=full.rows[:rows],
+            scales=None if full.scales is None else full.scales[:rows],
+            ids=full.ids[:rows] if sent else full.ids,
+            weights=full.weights[:rows] if sent else full.weights,
+            row_slots=None if full.row_slots is None else full.row_slots[:rows],
+            out=full.out[:rows],
+            arrived=int(counts.arrived),
         )

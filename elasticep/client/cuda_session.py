@@ -7,6 +7,7 @@ across failures and views (`CudaSession.replay`).
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,10 +20,17 @@ from elasticep.client.handle import SessionHandle
 from elasticep.client.session import Session
 from elasticep.client.step import Passed, Step
 from elasticep.client.view import View
-from elasticep.errors import ExpertsLost, Fenced, StepTimeout, UsageError
+from elasticep.errors import (
+    CapExceeded,
+    ExpertsLost,
+    Fenced,
+    StepTimeout,
+    TensorError,
+    UsageError,
+)
 from elasticep.group import GroupConfig
 from elasticep.native import abi
-from elasticep.native.cuda import StepResult, StepStatus
+from elasticep.native.cuda import StepResult, StepStatus, Why
 from elasticep.native.cuda_session import Wait
 
 if TYPE_CHECKING:
@@ -70,6 +78,8 @@ class CudaStep(Step):
             Fenced: this rank was expelled.
             StepTimeout: the barrier did not end in time. A new step goes on waiting at it.
             ExpertsLost: a token needed an expert that no member holds, and the policy is `refuse`.
+            CapExceeded, TensorError, UsageError: an expert got more rows than its block has room
+                for, an id was none, or ranks disagree; a repeat would end in the same way.
             DeviceFailed: the device failed in or before this step.
         """
         if self._ended and not self._settled:
@@ -253,7 +263,7 @@ class CudaSession(Session):
         prompt = any(told & abi.TOKENS_PROMPT for told in result.tokens.values())
         self._epoch = result.epoch
         self._doomed = result.status is StepStatus.DOOMED
-        return Passed(result.step, result.epoch, prompt, members=members)
+        return Passed(result.step, result.epoch, prompt, result.work, result.settled, members)
 
     def _settle(self, step: CudaStep) -> bool:
         result = self._wait(step, Wait.ENDED)
@@ -269,6 +279,7 @@ class CudaSession(Session):
             fenced = self._cuda.fenced()
             if fenced is not None:
                 raise fenced
+            self._raise_hopeless(result)
             return False
         if result.epoch != self._judged:
             self._judged, self._lost = result.epoch, self.view.lost(self.config.geometry.experts)
@@ -276,6 +287,32 @@ class CudaSession(Session):
         if refused and not bool(step.token_ok.all()):
             raise ExpertsLost(self._lost)
         return True
+
+    def _raise_hopeless(self, result: StepResult) -> None:
+        """Raise where a repeat of this step could only end in the same way, by this rank's own."""
+        fault = result.fault
+        if fault.step != result.step:
+            return
+        where = f"layer {fault.layer}, exchange {fault.exchange}"
+        match fault.why:
+            case Why.ROOM:
+                raise CapExceeded(
+                    f"{where}: slot {fault.slot} gets {fault.rows} rows and has room for "
+                    f"{fault.room}; raise masked_room or leave it out"
+                )
+            case Why.LOST:
+                lost = self.view.lost(self.config.geometry.experts)
+                raise ExpertsLost(lost or [(int(fault.layer), int(fault.expert))])
+            case Why.IDS:
+                raise TensorError(
+                    f"{where}: a token names expert {ctypes.c_int32(fault.expert).value}; ids must "
+                    f"be -1 (none) or 0..{self.config.geometry.experts - 1}"
+                )
+            case Why.DISAGREE:
+                raise UsageError(
+                    f"{where}: rank {fault.rank} is at another layer, or brings {fault.rows} "
+                    f"tokens of replicated input where this rank brings {fault.room}"
+                )
 
     @property
     def view(self) -> View:

@@ -23,7 +23,7 @@ WIRE: Final = {
 }
 """Element types of rows on the wire."""
 
-_BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in WIRE.items()}
+BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in WIRE.items()}
 _Pointer = Union["ctypes._Pointer[ctypes.c_int32]", "ctypes._Pointer[ctypes.c_float]"]
 
 
@@ -105,7 +105,7 @@ class ReceivedTensors:
             return self._at(_address(pointer), shape, torch.int32)
 
         return Received(
-            rows=self._at(struct.rows, (*room, row_elements), _BY_CODE[struct.row_dtype]),
+            rows=self._at(struct.rows, (*room, row_elements), BY_CODE[struct.row_dtype]),
             scales=self._scales(struct, room),
             ids=ints(struct.ids, pairs),
             weights=self._at(_address(struct.weights), pairs, torch.float32),
@@ -114,7 +114,7 @@ class ReceivedTensors:
             places=ints(struct.places, pairs) if struct.places else None,
             row_slots=ints(struct.row_slots, (rows,)) if struct.row_slots else None,
             global_scale=tuple(struct.global_scale[: geometry.max_ranks]),
-            out=self._at(struct.out, out_shape, _BY_CODE[struct.out_dtype]),
+            out=self._at(struct.out, out_shape, BY_CODE[struct.out_dtype]),
             layout=self._spec.layout,
             layer=layer,
             channel=channel,

@@ -23,8 +23,8 @@ from elasticep.errors import (
     UsageError,
 )
 from elasticep.geometry import GroupGeometry
-from elasticep.group import GroupConfig, Launch, LostExperts
-from elasticep.native.cuda_structs import StepStatus
+from elasticep.group import Completion, GroupConfig, Launch, LostExperts
+from elasticep.native.cuda_structs import StepStatus, Why
 from elasticep.spec import ExchangeSpec
 
 torch = pytest.importorskip("torch")
@@ -61,6 +61,7 @@ class Handle:
         self.broken = False
         self.lose: list[int] = []
         self.closed = False
+        self.fault, self.torn, self.work, self.settled = Why.NONE, 0, 0, 0
         self.serves = False
 
     def _received(self, number: int, channel: int) -> Any:
@@ -74,7 +75,16 @@ class Handle:
             out=self.out.data_ptr(),
             rows_count=CAP,
             source_rows=CAP,
+            id_rows=CAP,
+            places=None,
+            row_slots=None,
+            out_dtype=0,
+            scale_lead=0,
         )
+
+    def counts(self, exchange: int, channel: int) -> Any:
+        self.calls.append("counts")
+        return SimpleNamespace(rows=2, arrived=2, torn=self.torn)
 
     def result(self) -> Any:
         return SimpleNamespace(
@@ -84,6 +94,19 @@ class Handle:
             members={0: 1},
             tokens={0: 3},
             digest=9,
+            work=self.work,
+            settled=self.settled,
+            fault=SimpleNamespace(
+                step=self.begun,
+                why=self.fault,
+                layer=1,
+                exchange=0,
+                rank=0,
+                expert=9,
+                slot=3,
+                rows=7,
+                room=6,
+            ),
             complete=self.complete and self.status is StepStatus.RUN,
         )
 
@@ -361,6 +384,68 @@ def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
     assert step.complete
     halves = ["dispatch send", "receive", "combine send", "combine receive"]
     assert [call for call in handle.calls if call in halves] == halves
+
+
+@pytest.mark.parametrize(
+    ("why", "error", "words"),
+    [
+        (Why.ROOM, CapExceeded, "slot 3 gets 7 rows and has room for 6"),
+        (Why.LOST, ExpertsLost, "expert"),
+        (Why.IDS, TensorError, "names expert 9"),
+        (Why.DISAGREE, UsageError, "another layer"),
+    ],
+)
+def test_what_no_repeat_can_mend_is_raised(
+    make: Callable[..., Any], why: Why, error: type[Exception], words: str
+) -> None:
+    handle = Handle()
+    handle.complete, handle.fault = False, why
+    session = make(handle)
+    with pytest.raises(error, match=words):
+        session.run(forward(session), None, tokens=3)
+    handle.fault = Why.PEER_LEFT  # that a repeat can mend
+    with session.step() as step:
+        pass
+    assert step.complete is False
+
+
+def test_an_exact_count_is_waited_for(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    spec = ExchangeSpec.preset(
+        "NORMAL", dispatch_dtype="fp32", combine_dtype="fp32", max_tokens=CAP
+    )
+    session = make(handle, exchanges=(("exact", spec),))
+    exchange = session.exchange("exact")
+    with session.step(3) as step:
+        recv = exchange.dispatch(0, *inputs(3))
+        assert (recv.arrived, len(recv.rows), len(recv.ids), len(recv.out)) == (2, 2, 2, 2)
+        exchange.combine(0, recv)
+    assert step.complete
+    handle.torn, handle.complete = 1, False
+    with session.step(3) as step:
+        exchange.dispatch(0, *inputs(3))
+        pytest.fail("a torn step goes on")
+    assert step.complete is False
+
+
+def test_agreed_works(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    session = make(handle, completion=Completion.AGREED)
+    run = forward(session)
+
+    def batch_of(work: int) -> int | None:
+        return work if work <= 2 else None
+
+    def one(step: Any, batch: int) -> int:
+        run(step, None)
+        return 10 * batch
+
+    def begin(tokens: int, timeout_ms: int) -> None:
+        handle.begun += 1
+        handle.work, handle.settled = handle.begun, handle.begun - 1
+
+    handle.begin = begin  # type: ignore[method-assign]
+    assert list(session.works(one, batch_of)) == [(1, 10), (2, 20)]
 
 
 def test_an_exchange_takes_the_sms_that_its_spec_says(make: Callable[..., Any]) -> None:
