@@ -25,6 +25,7 @@ from elasticep.errors import (
     ExpertsLost,
     Fenced,
     StepTimeout,
+    StepTorn,
     TensorError,
     UsageError,
 )
@@ -61,6 +62,7 @@ class CudaStep(Step):
         self._ended = False
         self._known: Passed | None = None
         self._settled = False
+        self._runs = True  # the barrier let it run
         self._masks: list[torch.Tensor] = []
 
     def _passed(self) -> Passed:
@@ -69,6 +71,22 @@ class CudaStep(Step):
                 return self._facts
             self._known = self._cuda._facts_of(self)
         return self._known
+
+    def _work(self) -> Passed:
+        passed = self._passed()
+        if not self._runs:
+            raise StepTorn("no step runs here: the view has a dead member; repeat it")
+        return passed
+
+    @property
+    def work(self) -> int:
+        """Agreed completion: the work of this step. Raises `StepTorn` if none runs."""
+        return self._work().work
+
+    @property
+    def settled(self) -> int:
+        """Agreed completion: the last work that is complete on all ranks. As for `work`."""
+        return self._work().settled
 
     @property
     def complete(self) -> bool:
@@ -248,7 +266,7 @@ class CudaSession(Session):
                 "this step was captured and has not run; session.replay(graph) gives the steps "
                 "that run"
             )
-        return self._read(self._wait(step, Wait.BEGUN))
+        return self._read(step, self._wait(step, Wait.BEGUN))
 
     def _wait(self, step: CudaStep, what: Wait) -> StepResult:
         if step is not self._latest:
@@ -258,16 +276,17 @@ class CudaSession(Session):
             )
         return self._cuda.wait(what, step._place, step._stream)
 
-    def _read(self, result: StepResult) -> Passed:
+    def _read(self, step: CudaStep, result: StepResult) -> Passed:
         members = MappingProxyType(result.members)
         prompt = any(told & abi.TOKENS_PROMPT for told in result.tokens.values())
         self._epoch = result.epoch
         self._doomed = result.status is StepStatus.DOOMED
+        step._runs = result.status is StepStatus.RUN
         return Passed(result.step, result.epoch, prompt, result.work, result.settled, members)
 
     def _settle(self, step: CudaStep) -> bool:
         result = self._wait(step, Wait.ENDED)
-        step._known = self._read(result)
+        step._known = self._read(step, result)
         if result.status is StepStatus.EXPELLED:
             raise self._cuda.fenced() or Fenced(result.epoch, "the others went on without it")
         if result.status is StepStatus.TIMEOUT:

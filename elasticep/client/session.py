@@ -181,6 +181,7 @@ class Session:
             step = self.step()
             result: list[_Result] = []
             settled: tuple[int, _Result] | None = None
+            batch: _Batch | None = None
             with step:
                 if pending is not None:
                     if pending[0] <= step.settled:

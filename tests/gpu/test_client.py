@@ -30,12 +30,12 @@ KILLS = int(os.environ.get("ELASTICEP_GPU_CLIENT_KILLS", "3"))
 FP32 = {"dispatch_dtype": "fp32", "combine_dtype": "fp32"}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "decode": {"preset": "ROUTED", "max_tokens": 32, **FP32},
-    "routed_bf16": {"preset": "ROUTED", "max_tokens": 64},
     "latency": {"preset": "LOW_LATENCY", "max_tokens": 16},
     "expand": {"preset": "EXPAND", "max_tokens": 16},
     "prefill": {"preset": "EXPAND_SYNC", "max_tokens": 128},
     "normal": {"preset": "NORMAL", "max_tokens": 64},
     "gather": {"preset": "ALLGATHER", "max_tokens": 16},
+    "sums8": {"preset": "ROUTED", "max_tokens": 16, "combine_dtype": "fp8"},
     "exact": {"preset": "ROUTED", "max_tokens": 16, "reduce": "per_expert", **FP32},
 }
 
@@ -88,6 +88,12 @@ def test_every_way_to_exchange_through_daemons() -> None:
             assert "cap" in result["cap"]
             assert result["complete"] == "True"
         both(engines, "detach")
+
+
+def test_coupled_ranks_agree_on_works() -> None:
+    with Cluster(config("coupled", 2, completion="agreed")) as cluster:
+        engines = cluster.attach(0, 1)
+        assert both(engines, "works", exchange="decode", tokens=8, last=5) == [[1, 2, 3, 4, 5]] * 2
 
 
 def test_case_22_everything_is_allocated_when_the_exchange_is_made() -> None:

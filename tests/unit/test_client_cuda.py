@@ -440,9 +440,14 @@ def test_agreed_works(make: Callable[..., Any]) -> None:
         run(step, None)
         return 10 * batch
 
+    doomed = [True, False, True, True]  # whether the next barriers let no step run
+
     def begin(tokens: int, timeout_ms: int) -> None:
         handle.begun += 1
-        handle.work, handle.settled = handle.begun, handle.begun - 1
+        runs = not (doomed and doomed.pop(0))
+        handle.status = StepStatus.RUN if runs else StepStatus.DOOMED
+        handle.work += runs
+        handle.settled = handle.work - 1
 
     handle.begin = begin  # type: ignore[method-assign]
     assert list(session.works(one, batch_of)) == [(1, 10), (2, 20)]
