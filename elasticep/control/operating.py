@@ -13,7 +13,7 @@ from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.status import rebalance_status
 from elasticep.control.term import Term
 from elasticep.control.views import View
-from elasticep.errors import ConfigError, NotLeader
+from elasticep.errors import ConfigError, NotLeader, UsageError
 from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2
 
@@ -27,7 +27,7 @@ async def rebalance(
     """Do what a request says; what is acknowledged is in the store.
 
     Raises:
-        UnknownGroup, UsageError: no such group, or no view.
+        UnknownGroup, UsageError: no such group, or no view; a rebalance of a group that is paused.
         ConfigError: fields that do not go together.
         PlacementError: an import that is not a placement of this group, or cannot be reached.
     """
@@ -41,6 +41,12 @@ async def rebalance(
         await term.rebalance(request.group, Resume())
         return _answer(term, background, None, "", accepted=True)
     ask, job = _wanted(background, request)
+    paused = background.rebalancer.paused
+    if ask is not None and paused:
+        raise UsageError(
+            f"group {request.group!r} is paused ({paused}), so nothing would be moved; resume it "
+            "first: elasticep rebalance --resume"
+        )
     planned = await term.plan(job)
     if planned.error and ask is not None and ask.what == "import":
         raise InvalidPlacement(planned.error)

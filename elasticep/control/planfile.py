@@ -87,7 +87,7 @@ def import_json(text: str, experts: int, ranks: int, layers: int | None = None) 
     """
     try:
         plain = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidPlacement(f"not JSON: {error}") from error
     if isinstance(plain, dict) and "slot_expert" in plain:
         placement = Placement.from_dict(plain)

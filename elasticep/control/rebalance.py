@@ -127,6 +127,7 @@ class Rebalancer:
     stuck: int = 0
     completed: int = 0
     loaded_bytes: int = 0
+    _answers: bool = False  # what is planned or run is for what is asked
     _failures: int = 0
     _not_before_ms: int = 0
     _judged: tuple[int, int] = (0, -1)  # epoch and load window of the last plan
@@ -164,11 +165,12 @@ class Rebalancer:
     def ask(self, asked: str, wanted: Placement | None, out: Outcome) -> None:
         """An operator wants one now, or a placement of their own."""
         self.asked, self.wanted, self._failures, self._not_before_ms = asked, wanted, 0, 0
+        self._answers = False  # a plan or rebalance under way was not made for this
         out.writes.append(self.record())
         out.note("rebalance.asked", what=asked)
 
     def _answered(self, out: Outcome) -> None:
-        if self.asked:
+        if self.asked and self._answers:
             self.asked, self.wanted = "", None
             out.writes.append(self.record())
 
@@ -218,9 +220,12 @@ class Rebalancer:
             return None
         missing = group.unrestorable
         around = Around(group.config, dict(group.domains), loads.tokens(), missing)
+        if self.paused:
+            self.why = self.paused
+            return None
         if not self.asked:
-            if self.paused or not policy.automatic:
-                self.why = self.paused or "automatic rebalancing is off"
+            if not policy.automatic:
+                self.why = "automatic rebalancing is off"
                 return None
             if quiet_ms < policy.settle_ms or now_ms < self._not_before_ms:
                 self.why = "it is too early after the last view or rebalance"
@@ -246,6 +251,7 @@ class Rebalancer:
             wanted=self.wanted,
             asked=self.asked,
         )
+        self._answers = bool(self.asked)
         self.doing, self.why, self.progress_ms = Doing.PLANNING, "a plan is made", now_ms
         return self._job
 
@@ -340,6 +346,8 @@ class Rebalancer:
             took_ms=now_ms - run.began_ms,
         )
         self._answered(out)
+        if self.asked:
+            self._not_before_ms = now_ms  # somebody asked meanwhile, and waits
 
     def _abandon(self, why: str, now_ms: int, out: Outcome) -> None:
         run = self.run

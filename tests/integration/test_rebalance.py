@@ -203,6 +203,9 @@ def test_a_pause_survives_the_leader(run: Run) -> None:
             await until(lambda: standby.term is not None, "the standby leads")
             (group,) = (await cluster(standby.address)).groups
             assert group.rebalance.paused == "an audit"
+            error = await refusal(standby, pb.REBALANCE_ACTION_FORCE)
+            assert isinstance(error, UsageError)
+            assert "paused (an audit)" in str(error)
             told = await asyncio.to_thread(command, standby, "--resume")
             assert told.output.endswith("resumed\n")
             (group,) = (await cluster(standby.address)).groups

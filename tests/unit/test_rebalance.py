@@ -1,7 +1,5 @@
 """When experts are moved in the background: told to the real membership, loads and rebalancer."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -9,100 +7,17 @@ from numpy.typing import NDArray
 from elasticep.balance import RebalancePolicy
 from elasticep.control import events as ev
 from elasticep.control.arrange import expert_bytes
-from elasticep.control.background import Ask, Background, Pause, Resume
+from elasticep.control.background import Ask, Pause, Resume
 from elasticep.control.decisions import STAGE_TIMEOUT_MS
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.loads import GroupLoads
 from elasticep.control.placement import EMPTY, Placement
-from elasticep.control.planning import Figures, Planned
+from elasticep.control.planning import Planned
 from elasticep.control.rebalance import Doing
 from elasticep.errors import ConfigError, UsageError
 from elasticep.group import GroupConfig, LostExperts
+from elasticep.testing.balanced import POLICY, Balanced, hot_rank, skewed, swapped
 from elasticep.testing.membership import World, group_config
-
-NODES = {"a": (0, 1), "b": (2, 3)}
-POLICY = RebalancePolicy(settle_ms=500, min_interval_ms=2_000, window_ms=1_000, stuck_ms=10_000)
-
-
-class Balanced:
-    """A formed group with its background; time passes for both."""
-
-    def __init__(self, config: GroupConfig | None = None, **changes: object) -> None:
-        changes.setdefault("flap_limit", 0)
-        changes.setdefault("rebalance", POLICY)
-        self.world = World(config or group_config(**changes), NODES)  # type: ignore[arg-type]
-        self.background = Background(self.world.membership, None, self.world.now_ms)
-        self.counters = {
-            rank: np.zeros((2, self.world.config.geometry.experts), np.int64) for rank in range(4)
-        }
-        self.meets = True
-        self.world.settle()
-        self.count(np.zeros_like(self.counters[0]))
-
-    def count(self, tokens: NDArray[np.int64]) -> None:
-        """Every rank counts tokens [layers, experts] and reports."""
-        for rank, counters in self.counters.items():
-            node, seat = self.world.seat(rank)
-            counters += tokens
-            report = ev.LoadReport(
-                node.name, rank, seat.incarnation, 7, 0, counters.astype("<i8").tobytes()
-            )
-            self.world.take(self.background.load(report))
-
-    def advance(self, ms: int, tokens: NDArray[np.int64] | None = None) -> None:
-        """Time passes in ticks; ranks meet, count and report in each."""
-        for _ in range(ms // 100):
-            if tokens is not None:
-                self.count(tokens)
-            self.world.run()
-            if self.meets:
-                self.world.barrier()
-            self.world.run()
-            self.world.advance(100)
-            outcomes, job = self.background.tick(self.world.now_ms)
-            for out in outcomes:
-                self.world.take(out)
-            if job is not None:
-                self.planned(job.run())
-
-    def planned(self, planned: Planned) -> None:
-        self.world.take(self.background.planned(planned, self.world.now_ms))
-
-    def until(self, condition: Callable[[], bool], tokens: NDArray[np.int64] | None = None) -> None:
-        for _ in range(600):
-            if condition():
-                return
-            self.advance(100, tokens)
-        raise AssertionError(f"{condition}: {self.background.rebalancer}")
-
-    def events(self, name: str) -> list[dict[str, object]]:
-        return [notice.fields for notice in self.world.notices if notice.event == name]
-
-    @property
-    def imbalance(self) -> float:
-        view = self.world.view
-        return Figures.of(view.placement, self.background.around, view.ranks).mean
-
-    def next_leader(self) -> None:
-        saved = self.world.saved_rebalance
-        self.world.restart_controller()
-        self.background = Background(self.world.membership, saved, self.world.now_ms)
-
-
-def skewed(experts: int = 8, hot: int = 0, weight: int = 20) -> NDArray[np.int64]:
-    tokens = np.full((2, experts), 5, np.int64)
-    tokens[:, hot] *= weight
-    return tokens
-
-
-def hot_rank(group: Balanced) -> NDArray[np.int64]:
-    """Loads that fall on what lies on rank 0 alone, as it is now."""
-    tokens = np.ones((2, group.world.config.geometry.experts), np.int64)
-    for layer in range(2):
-        held = group.world.view.placement.slot_expert[layer, 0]
-        tokens[layer, held[held != EMPTY]] = 40
-    return tokens
-
 
 # ---- loads
 
@@ -321,8 +236,7 @@ def test_off_means_off_and_an_operator_may_still_ask() -> None:
     tokens = hot_rank(group)
     group.advance(5_000, tokens)
     assert group.background.rebalancer.completed == 0
-    for out in group.background.operate(Ask("force"), group.world.now_ms):
-        group.world.take(out)
+    group.operate(Ask("force"))
     assert group.world.saved_rebalance is not None
     assert group.world.saved_rebalance.asked == "force"
     group.until(lambda: group.background.rebalancer.completed == 1, tokens)
@@ -383,16 +297,14 @@ def test_a_death_in_between_abandons_it_and_plans_anew() -> None:
 def test_a_pause_survives_a_change_of_the_leader_and_ends_with_resume() -> None:
     group = Balanced()
     tokens = hot_rank(group)
-    for out in group.background.operate(Pause("night shift"), group.world.now_ms):
-        group.world.take(out)
+    group.operate(Pause("night shift"))
     group.advance(3_000, tokens)
     group.next_leader()
     epoch = group.world.view.epoch
     group.advance(6_000, tokens)
     assert group.world.view.epoch == epoch
     assert group.background.rebalancer.why == "night shift"
-    for out in group.background.operate(Resume(), group.world.now_ms):
-        group.world.take(out)
+    group.operate(Resume())
     group.until(lambda: group.background.rebalancer.completed == 1, tokens)
 
 
@@ -400,8 +312,7 @@ def test_a_pause_stops_after_the_stage_that_is_under_way() -> None:
     group = Balanced(experts=8, slots=3)
     tokens = hot_rank(group)
     group.until(lambda: group.background.rebalancer.run is not None, tokens)
-    for out in group.background.operate(Pause(""), group.world.now_ms):
-        group.world.take(out)
+    group.operate(Pause(""))
     group.advance(1_000)
     epoch = group.world.view.epoch
     group.advance(POLICY.stuck_ms * 2)
@@ -411,12 +322,8 @@ def test_a_pause_stops_after_the_stage_that_is_under_way() -> None:
 
 def test_an_import_that_was_acknowledged_is_carried_out_by_the_next_leader() -> None:
     group = Balanced(experts=8, slots=4)
-    now = group.world.view.placement
-    table, weight = now.slot_expert.copy(), now.slot_weight.copy()
-    table[0, [0, 2]], weight[0, [0, 2]] = table[0, [2, 0]], weight[0, [2, 0]]
-    wanted = Placement(experts=8, slot_expert=table, slot_weight=weight)
-    for out in group.background.operate(Ask("import", wanted), group.world.now_ms):
-        group.world.take(out)
+    wanted = swapped(group.world.view.placement)
+    group.operate(Ask("import", wanted))
     group.next_leader()
     group.until(lambda: group.background.rebalancer.completed == 1)
     assert group.world.view.placement == wanted

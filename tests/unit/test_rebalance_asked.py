@@ -1,0 +1,62 @@
+"""What operators ask of the background while it does something else."""
+
+import pytest
+
+from elasticep.control.background import Ask, Pause, Resume
+from elasticep.control.placement import InvalidPlacement
+from elasticep.control.planfile import import_json
+from elasticep.control.rebalance import Doing
+from elasticep.testing.balanced import Balanced, hot_rank, swapped
+
+
+def test_what_is_asked_for_during_an_automatic_rebalance_is_done_after_it() -> None:
+    """It was acknowledged, so the end of a rebalance that was not made for it does not end it."""
+    group = Balanced(experts=8, slots=4)
+    tokens = hot_rank(group)
+    rebalancer = group.background.rebalancer
+    group.until(lambda: rebalancer.run is not None, tokens)
+    wanted = swapped(group.world.view.placement)
+    group.operate(Ask("import", wanted))
+    group.until(lambda: rebalancer.completed == 1, tokens)
+    assert rebalancer.asked == "import"
+    assert group.world.saved_rebalance is not None
+    assert group.world.saved_rebalance.asked == "import"
+    ended_ms = group.world.now_ms
+    group.until(lambda: rebalancer.completed == 2, tokens)
+    assert group.world.view.placement == wanted
+    assert group.world.now_ms - ended_ms < 2_000, "it does not wait for min_interval"
+    assert group.world.saved_rebalance.asked == ""
+
+
+def test_what_is_asked_for_while_a_plan_is_made_is_not_answered_by_that_plan() -> None:
+    group = Balanced(experts=8, slots=4)
+    tokens = hot_rank(group)
+    made: list[object] = []
+    planned, group.planned = group.planned, made.append  # type: ignore[method-assign,assignment]
+    group.until(lambda: bool(made), tokens)
+    wanted = swapped(group.world.view.placement)
+    group.operate(Ask("import", wanted))
+    group.planned = planned  # type: ignore[method-assign]
+    planned(made[0])  # type: ignore[arg-type]
+    group.until(lambda: group.background.rebalancer.asked == "", tokens)
+    assert group.world.view.placement == wanted
+
+
+def test_a_pause_holds_what_was_asked_for_before_it_too() -> None:
+    group = Balanced(experts=8, slots=4)
+    tokens = hot_rank(group)
+    group.operate(Ask("force"))
+    group.operate(Pause("an audit"))
+    epoch = group.world.view.epoch
+    group.advance(20_000, tokens)
+    rebalancer = group.background.rebalancer
+    assert (rebalancer.doing, rebalancer.why) == (Doing.IDLE, "an audit")
+    assert (rebalancer.asked, rebalancer.stuck, group.world.view.epoch) == ("force", 0, epoch)
+    group.operate(Resume())
+    group.until(lambda: rebalancer.completed == 1, tokens)
+    assert rebalancer.asked == ""
+
+
+def test_case_18_a_plan_that_is_nested_too_deeply_is_a_typed_error() -> None:
+    with pytest.raises(InvalidPlacement, match="not JSON"):
+        import_json("[" * 200_000, 8, 4, 2)
