@@ -28,6 +28,15 @@ def test_the_mover_is_replaced_when_it_dies_or_hangs() -> None:
         for rank in (0, 1):
             assert lab.staged(rank, 2).error == ""
         lab.check(0, [0, 1, 2, 3])
+        # The controller heard how far it was: a rank that loads is not late.
+        said = [
+            (rank.staging_done_bytes, rank.staging_total_bytes)
+            for node, message in lab.controller.messages
+            if node == "n0" and message.HasField("heartbeat")
+            for rank in message.heartbeat.ranks
+            if rank.staging_epoch == 2
+        ]
+        assert any(0 < done <= total == 4 * MIB for done, total in said), said
 
 
 def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next() -> None:
