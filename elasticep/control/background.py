@@ -127,7 +127,11 @@ class Background:
                 window.note("load.window", imbalance=round(now.mean, 4), worst=round(now.worst, 4))
             outcomes.append(window)
         out = Outcome()
-        wanted = self.rebalancer.advance(self._group, self.loads, now_ms, out)
+        try:
+            wanted = self.rebalancer.advance(self._group, self.loads, now_ms, out)
+        except Exception as error:  # an error of ours here must not cost the group its leader
+            self.rebalancer.fault(f"{type(error).__name__}: {error}", now_ms, out)
+            wanted = None
         outcomes.append(out)
         if isinstance(wanted, PlanJob):
             return outcomes, wanted

@@ -135,5 +135,7 @@ class ControllerMetrics:
         if result in ("done", "abandoned"):
             self.rebalances.labels(group, result).inc()
             self.rebalance_moves.labels(group).inc(notice.fields["moves"])
+        elif result == "fault":
+            self.faults.inc()
         elif result == "stuck":
             self.rebalance_stuck.labels(group).inc()

@@ -311,6 +311,11 @@ class Rebalancer:
         else:
             self._abandon("the group did not take the next stage", now_ms, out)
 
+    def fault(self, why: str, now_ms: int, out: Outcome) -> None:
+        """Something unexpected happened in it: it is said, and begun anew after a pause."""
+        out.note("rebalance.fault", reason=why)
+        self._abandon(why, now_ms, out)
+
     def _stage_adopted(self, run: Run, now_ms: int) -> None:
         moves = run.moves[run.stage]
         run.moves_done += moves

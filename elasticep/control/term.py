@@ -260,6 +260,7 @@ class Term:
             for notice in outcome.notices:
                 self._metrics.count(group, notice)
                 write = self._log.debug if notice.event in _QUIET else self._log.info
+                write = self._log.error if notice.event.endswith(".fault") else write
                 write(notice.event, group=group, **notice.fields)
         return commits
 

@@ -11,6 +11,7 @@ from elasticep.control.background import Ask, Pause, Resume
 from elasticep.control.decisions import STAGE_TIMEOUT_MS
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.loads import GroupLoads
+from elasticep.control.membership import Membership
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planning import Planned
 from elasticep.control.rebalance import Doing
@@ -377,6 +378,19 @@ def test_case_16_a_plan_that_never_comes_is_given_up_and_made_anew() -> None:
     planned(late)
     assert group.background.rebalancer.run is None, "a plan that was given up counts no more"
     group.planned = planned  # type: ignore[method-assign]
+    group.until(lambda: group.background.rebalancer.completed > 0, tokens)
+
+
+def test_case_16_an_error_of_its_own_is_said_and_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Balanced()
+    with monkeypatch.context() as broken:
+        broken.setattr(Membership, "quiet_ms", lambda self, now_ms: 1 // 0)
+        group.advance(100)
+    (fault,) = group.events("rebalance.fault")
+    assert "ZeroDivisionError" in str(fault["reason"])
+    tokens = hot_rank(group)
     group.until(lambda: group.background.rebalancer.completed > 0, tokens)
 
 
