@@ -18,16 +18,21 @@ from elasticep.testing.local_group import LocalGroup, spread
 CASE = Case(ranks=2, tokens=4, hidden=64, experts=8, topk=2)
 
 
-def run(presets: list[str], launch: str = "inline", peer_names: list[str] | None = None) -> dict:
+def run(
+    presets: list[str], launch: str = "inline", peer_names: list[str] | None = None
+) -> dict[tuple[str, str], dict]:
     result = exchange.run([CASE], presets, [launch], peer_names or [], rounds=2, round_s=0.01)
-    return {one["preset"]: one for one in result.figures["measured"]}
+    return {(one["preset"], one["launch"]): one for one in result.figures["measured"]}
 
 
 @pytest.mark.parametrize("launch", ["service", "inline"])
 def test_every_preset_is_measured_beside_memcpy(launch: str) -> None:
     presets = ["ROUTED", "ALLGATHER", "NORMAL", "LOW_LATENCY", "EXPAND", "EXPAND_SYNC"]
-    for preset, figures in run(presets, launch).items():
-        assert figures["why_not"] is None, preset
+    measured = run(presets, launch)
+    places = ["service", "service, in place"] if launch == "service" else ["inline"]
+    assert list(measured) == [(preset, place) for preset in presets for place in places]
+    for row, figures in measured.items():
+        assert figures["why_not"] is None, row
         assert len(figures["rounds_ns"]["elasticep"]) == 2
         assert min(figures["rounds_ns"]["elasticep"]) > 0
         assert "memcpy / elasticep" in figures
@@ -44,10 +49,14 @@ def test_peers_run_in_turn_with_us() -> None:
     names = [name for name in ("gloo", "mpi") if peers.absent(name) is None]
     if not names:
         pytest.skip("neither torch nor mpi4py with mpiexec is here")
-    figures = run(["ROUTED"], peer_names=names)["ROUTED"]
-    for name in names:
-        assert len(figures["rounds_ns"][name]) == 2
-        assert f"{name} / elasticep" in figures
+    measured = run(["ROUTED", "EXPAND"], peer_names=names)
+    for figures in measured.values():
+        for name in names:
+            assert len(figures["rounds_ns"][name]) == 2
+            assert f"{name} / elasticep" in figures
+    if "mpi" in names:  # only layouts by expert are held against grouped rows
+        assert "mpi by expert / elasticep" in measured["EXPAND", "inline"]
+        assert "mpi by expert / elasticep" not in measured["ROUTED", "inline"]
 
 
 def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
