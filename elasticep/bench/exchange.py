@@ -358,7 +358,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--launch", default="service", show_default=True, help="service, inline or both.")
 @click.option("--peers", "peer_names", default="gloo,mpi", show_default=True, help="'' for none.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--round-seconds", default=0.3, show_default=True, help="Of each system.")
+@click.option("--round-seconds", default=0.2, show_default=True, help="Of each system.")
 @click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
 @click.option("--plot", "plot_path", metavar="PNG", help="Draw the ratios.")
 def _command(**options: Any) -> None:
