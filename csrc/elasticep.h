@@ -104,7 +104,7 @@ typedef struct ep_header_map ep_header_map;
 typedef struct ep_status {
   uint32_t rank, incarnation, runner_pid, engine_pid;   /* pids 0: not held */
   uint32_t fenced;                                      /* highest fenced incarnation */
-  uint32_t wait_phase, wait_exchange, wait_rank;        /* phase 0 none, 1 barrier, 2 dispatch, 3 combine */
+  uint32_t wait_phase, wait_exchange, wait_rank;        /* phase 0 none, 1 barrier, 2 dispatch, 3 combine, 4 join: for a view */
   uint64_t wait_since_ns, progress, epoch, step, torn_steps, complete_steps;
   uint32_t warmup, pad;
   uint64_t staged[EP_BANKS];                            /* epochs in the banks, 0 = empty */

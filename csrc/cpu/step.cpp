@@ -365,7 +365,7 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
       h.wait.exchange.store(0);
       if (barrier_wait_.step != step_ || barrier_wait_.rank != d.waits_for) barrier_wait_ = {step_, now_time, d.waits_for};
       h.wait.since_ns.store(barrier_wait_.since_ns);
-      h.wait.phase.store(view_ ? 1u : 0u);
+      h.wait.phase.store(view_ ? 1u : 4u);
     }
     futex_wait(h.runner_wake[0], wake_seen, min_ns(kLook, deadline - now_time));
   }

@@ -148,6 +148,8 @@ class Session:
         forward: Callable[[Step, _Batch], _Result],
         batch_of: Callable[[int], _Batch | None],
         *,
+        tokens: Callable[[int], int] = lambda work: 0,
+        prompt: Callable[[int], bool] = lambda work: False,
         undo: Callable[[int], None] = lambda work: None,
     ) -> Iterator[tuple[int, _Result]]:
         """Run numbered works in lockstep with coupled ranks; yield each result once it is settled.
@@ -161,6 +163,10 @@ class Session:
             forward: one forward pass; it may run again for the same work.
             batch_of: the batch of a work (1, 2, ...; a joiner starts later), None after the last.
                 All ranks must agree on which is the last.
+            tokens: how many tokens this rank brings to a work. Asked before the barrier, which
+                decides the work: of the one that comes next if all goes well, and of the one that
+                may have to be repeated; the larger number is announced.
+            prompt: whether there are prompt tokens among them (preset `AUTO`); asked likewise.
             undo: called before a work that was complete here is run again, because it was not
                 complete elsewhere. At most one work is ever undone.
 
@@ -177,8 +183,10 @@ class Session:
                 "group with completion = 'agreed'"
             )
         pending: tuple[int, _Result] | None = None
+        expected = 1
         while True:
-            step = self.step()
+            ahead = {expected, pending[0] if pending else expected}
+            step = self.step(max(map(tokens, ahead)), prompt=any(map(prompt, ahead)))
             result: list[_Result] = []
             settled: tuple[int, _Result] | None = None
             batch: _Batch | None = None
@@ -192,6 +200,7 @@ class Session:
                 batch = batch_of(step.work)
                 if batch is not None:
                     result.append(forward(step, batch))
+            expected = step.work + step.complete
             if step.complete and result:
                 pending = (step.work, result[0])
             if settled is not None:

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from elasticep.control.events import Notice
+from elasticep.control.views import View
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -103,6 +104,13 @@ class ControllerMetrics:
 
     def _group_gauge(self, name: str, what: str) -> Gauge:
         return Gauge(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+
+    def took_over(self, group: str, view: View | None, adopted: int) -> None:
+        """What a new leader found in the store."""
+        self.adopted_epoch.labels(group).set(adopted)
+        self.epoch.labels(group).set(view.epoch if view else 0)
+        self.members.labels(group).set(len(view.members) if view else 0)
+        self.lost.labels(group).set(len(view.lost) if view else 0)
 
     def count(self, group: str, notice: Notice) -> None:
         """Take what a notice says."""

@@ -83,6 +83,8 @@ class Term:
         self._metrics = metrics
         loaded = records.load(items, self._moment())
         self.cluster = Cluster(loaded, self.now_ms())
+        for name, membership in self.cluster.groups.items():
+            metrics.took_over(name, membership.view, membership.adopted_epoch)
         self._view_revisions = dict(loaded.view_revisions)
         self._sessions: dict[str, NodeSession] = {}
         self._commits: asyncio.Queue[_Commit] = asyncio.Queue(_MAX_QUEUED_WRITES)

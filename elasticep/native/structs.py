@@ -164,6 +164,7 @@ class WaitPhase(enum.IntEnum):
     BARRIER = 1
     DISPATCH = 2
     COMBINE = 3
+    JOIN = 4  # at the barrier, without a view
 
 
 # The fields below carry the names and the order of the C structures; fixed-width types only.

@@ -10,12 +10,10 @@ its own, so nothing is left behind however the owner ends; see `elasticep.testin
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +23,7 @@ from typing import Any, Final, Literal, Self
 
 from elasticep.errors import ConfigError, Unavailable
 from elasticep.testing import supervisor
+from elasticep.testing.folders import make_folder, remove_folder
 from elasticep.testing.supervisor import CONTROLLER, controller_name, daemon_name, ranks_of
 from elasticep.testing.units import descendants
 
@@ -85,7 +84,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start everything, without waiting for it."""
-        self.folder = Path(tempfile.mkdtemp(prefix="eep-"))
+        self.folder = make_folder("eep-")
         if self._checkpoint is not None:
             for node in range(self.nodes):
                 more = self._environment.setdefault(daemon_name(node), {})
@@ -243,7 +242,7 @@ class Cluster:
         self._control.close()
         if self.folder.exists():  # the supervisor was killed: do its work
             end_users_of(self.folder)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
 
     def __enter__(self) -> Self:
         try:

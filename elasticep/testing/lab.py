@@ -7,9 +7,7 @@ with Lab() as lab:
 """
 
 import os
-import shutil
 import signal
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -19,6 +17,7 @@ from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.fake_controller import FakeController
+from elasticep.testing.folders import make_folder, remove_folder
 from elasticep.testing.node import DaemonProcess, EngineProcess, view_of, wait_for
 
 _KEPT: Final = (".log", ".sock")
@@ -43,7 +42,7 @@ class Lab:
     """A folder, a controller double, and whatever a test starts."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="eep"))
+        self.folder = make_folder("eep-")
         self.controller = FakeController(self.folder)
         self.daemons: list[DaemonProcess] = []
         self.engines: list[EngineProcess] = []
@@ -69,7 +68,7 @@ class Lab:
                 for daemon in self.daemons:
                     if daemon.log_path.exists():
                         error.add_note(daemon.log_path.read_text()[-6000:])
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
 
     def _end(self, *, check: bool) -> None:
         for engine in self.engines:

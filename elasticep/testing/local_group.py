@@ -10,12 +10,10 @@ import contextlib
 import ctypes
 import mmap
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ import numpy.typing as npt
 
 from elasticep.native import abi
 from elasticep.testing.fd_socket import FdSocket, Handlers, Welcome, message_of, send
+from elasticep.testing.folders import make_folder, remove_folder
 from elasticep.testing.placements import equal_weights, spread
 from elasticep.testing.raw import RawSession
 
@@ -74,7 +73,7 @@ class LocalGroup:
         )
         self.layout = abi.LayoutInfo()
         abi.check(self._api.ep_layout(ctypes.byref(geometry), ctypes.byref(self.layout)), "layout")
-        self._dir = tempfile.mkdtemp(prefix="eep-")
+        self._dir = make_folder("eep-")
         self.socket_path = os.path.join(self._dir, "fd")
         self._changed = threading.Condition()
         self._seats: dict[int, _Seat] = {}
@@ -362,7 +361,7 @@ class LocalGroup:
             self._api.ep_header_close(seat.header)
             os.close(seat.header_fd)
             os.close(seat.data_fd)
-        shutil.rmtree(self._dir, ignore_errors=True)
+        remove_folder(self._dir)
 
     def __enter__(self) -> Self:
         return self

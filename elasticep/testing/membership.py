@@ -7,6 +7,7 @@ that the test may choose.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from elasticep.control import events as ev
 from elasticep.control.events import Fence, Grant, Outcome, Propose, SeatReport, SeatState
@@ -323,3 +324,25 @@ class World:
         """A heartbeat's reading of a rank."""
         node, seat = self.seat(rank)
         self.feed(ev.Progressed(node.name, rank, seat.incarnation, progress, warmup))
+
+
+TWO_NODES: Final = {"a": (0, 1), "b": (2, 3)}
+
+
+def formed(nodes: dict[str, tuple[int, ...]] | None = None, **config: object) -> World:
+    """Four ranks on two nodes that run in epoch 1."""
+    config.setdefault("flap_limit", 0)
+    world = World(group_config(**config), nodes or TWO_NODES)  # type: ignore[arg-type]
+    world.settle()
+    assert world.membership.adopted_epoch == world.view.epoch == 1
+    return world
+
+
+def members(world: World) -> list[tuple[int, int]]:
+    """(rank, incarnation) of the latest view."""
+    return [(m.rank, m.incarnation) for m in world.view.members]
+
+
+def phases(world: World) -> list[str]:
+    """Of all seats, by rank."""
+    return [str(seat.phase) for seat in world.membership.seats.values()]

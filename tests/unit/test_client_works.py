@@ -20,9 +20,11 @@ class Script:
 
     def __init__(self, steps: list[tuple[int, int, bool]]) -> None:
         self.steps = deque(steps)
+        self.announced: list[int] = []
         self.complete = False
 
     def step_begin(self, tokens: int, timeout_ms: int) -> abi.StepInfo:
+        self.announced.append(tokens)
         work, settled, self.complete = self.steps.popleft()
         return abi.StepInfo(epoch=1, step=1, work=work, settled=settled)
 
@@ -35,7 +37,7 @@ class Script:
     def close(self) -> None: ...
 
 
-def session(steps: list[tuple[int, int, bool]], completion: Completion) -> Session:
+def session(script: Script, completion: Completion) -> Session:
     config = GroupConfig(
         name="coupled",
         geometry=GroupGeometry(
@@ -45,7 +47,7 @@ def session(steps: list[tuple[int, int, bool]], completion: Completion) -> Sessi
         initial_ranks=2,
         completion=completion,
     )
-    return Session(Script(steps), config, rank=0, incarnation=1)  # type: ignore[arg-type]
+    return Session(script, config, rank=0, incarnation=1)  # type: ignore[arg-type]
 
 
 def run(steps: list[tuple[int, int, bool]], last: int) -> tuple[list[int], list[str]]:
@@ -55,7 +57,7 @@ def run(steps: list[tuple[int, int, bool]], last: int) -> tuple[list[int], list[
         log.append(f"run {batch}")
         return batch * 10
 
-    works: Iterator[tuple[int, int]] = session(steps, Completion.AGREED).works(
+    works: Iterator[tuple[int, int]] = session(Script(steps), Completion.AGREED).works(
         forward,
         lambda work: work if work <= last else None,
         undo=lambda work: log.append(f"undo {work}"),
@@ -77,6 +79,25 @@ def test_a_work_that_another_rank_did_not_complete_is_undone_and_repeated() -> N
     assert run(steps, 1) == ([10], ["run 1", "undo 1", "run 1"])
 
 
+def test_what_the_next_work_and_one_to_repeat_bring_is_announced() -> None:
+    script = Script([(1, 0, False), (1, 0, True), (2, 1, True), (3, 2, True)])
+    coupled = session(script, Completion.AGREED)
+    works = coupled.works(
+        lambda step, batch: batch,
+        lambda work: work if work <= 2 else None,
+        tokens=lambda work: {1: 7, 2: 1}.get(work, 0),
+        prompt=lambda work: work == 1,
+    )
+    assert [work for work, _ in works] == [1, 2]
+    # Work 1 twice; then work 2, while 1 may still come back; then nothing, while 2 may.
+    prefill = abi.TOKENS_PROMPT
+    assert script.announced == [7 | prefill, 7 | prefill, 7 | prefill, 1]
+
+
 def test_local_completion_has_no_works() -> None:
     with pytest.raises(UsageError, match="completion = 'local'"):
-        next(session([], Completion.LOCAL).works(lambda step, batch: batch, lambda work: work))
+        next(
+            session(Script([]), Completion.LOCAL).works(
+                lambda step, batch: batch, lambda work: work
+            )
+        )

@@ -51,7 +51,7 @@ class Poller:
             if keeper.seat.state is SeatState.ATTACHED and status.fenced < status.incarnation:
                 timeouts = keeper.group.config.timeouts
                 wait = overdue(status, now_ns, timeouts.suspect_after_ms)
-            self._compare(keeper, wait)
+            self._compare(keeper, wait, status.progress)
         for group in self._registry.groups.values():
             if group.weights is not None:
                 group.weights.count()
@@ -66,14 +66,14 @@ class Poller:
         self._reported.clear()
         self.poll()
 
-    def _compare(self, keeper: SeatKeeper, wait: Wait | None) -> None:
+    def _compare(self, keeper: SeatKeeper, wait: Wait | None, progress: int) -> None:
         key = (keeper.group.name, keeper.rank)
         incarnation = keeper.seat.incarnation
         known = self._reported.get(key)
         reported = known[1] if known is not None and known[0] == incarnation else None
         if wait is None:
             if self._reported.pop(key, None) is not None and reported is not None:
-                self._send(keeper, Wait(reported.waits_for, "", 0, 0, reported.progress))
+                self._send(keeper, Wait(reported.waits_for, "", 0, 0, progress))
             return
         # Often enough that the controller judges within its hang timeout, not by stale words.
         again_after_ms = max(1, keeper.group.config.timeouts.hang_timeout_ms // 10)

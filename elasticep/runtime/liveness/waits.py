@@ -45,6 +45,9 @@ def overdue(status: HeaderStatus, now_ns: int, suspect_after_ms: int) -> Wait | 
 
 def describe(status: HeaderStatus, now_ns: int) -> str:
     """A wait in words, or "": "dispatch of exchange 3 for rank 2, 12 ms"."""
+    if status.wait_phase == WaitPhase.JOIN:
+        waited_ms = max(0, now_ns - status.wait_since_ns) // _NS_PER_MS
+        return f"join for a view with this rank, {waited_ms} ms"
     if status.wait_phase not in (WaitPhase.BARRIER, WaitPhase.DISPATCH, WaitPhase.COMBINE):
         return ""
     phase = WaitPhase(status.wait_phase).name.lower()

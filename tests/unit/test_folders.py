@@ -1,0 +1,36 @@
+"""Folders of tests that were killed are swept by the next; those in use are not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from elasticep.testing.folders import make_folder, remove_folder
+
+CODE = """
+from elasticep.testing.folders import make_folder
+folder = make_folder("eep-sweep-")
+(folder / "file").write_text("x")
+print(folder, flush=True)
+input()
+"""
+
+
+def test_what_a_kill_leaves_is_swept_and_what_is_in_use_stays() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    with owner.stdin, owner.stdout:
+        left = Path(owner.stdout.readline().strip())
+        first = make_folder("eep-sweep-")
+        assert (left / "file").exists(), "its owner lives"
+        owner.kill()
+        owner.wait(10)
+    second = make_folder("eep-sweep-")
+    assert not left.exists()
+    assert first.exists(), "it is ours"
+    for folder in (first, second):
+        remove_folder(folder)
+        assert not folder.exists()
+        assert not list(folder.parent.glob(f"{folder.name}*"))
