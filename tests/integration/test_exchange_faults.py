@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 import numpy as np
@@ -88,6 +88,8 @@ class Serving:
         self.torn_at: dict[int, int] = {}
         self.complete = dict.fromkeys(range(RANKS), 0)  # last complete step
         self.last_step = 1 << 62
+        self._aside = ThreadPoolExecutor(1)
+        self._running: Future[dict[int, int]] | None = None
 
     def one(self, rank: int, session: RawSession) -> int:
         """One step of two layers: its epoch if it was complete, and then every bit is right."""
@@ -115,7 +117,7 @@ class Serving:
     def until(self, rank: int, session: RawSession, past: Callable[[int], bool]) -> int:
         """Steps until the epoch of a complete one is past the fault; how many were torn."""
         torn = 0
-        while not past(epoch := self.one(rank, session)):
+        while self.last_step and not past(epoch := self.one(rank, session)):
             torn += epoch == 0
         return torn
 
@@ -124,6 +126,11 @@ class Serving:
         while session.info.step < self.last_step:
             self.one(rank, session)
         return 0
+
+    def start(self, run: Callable[[int, RawSession], int]) -> "Future[dict[int, int]]":
+        """`run` on all ranks, aside."""
+        self._running = self._aside.submit(self.world.each, run)
+        return self._running
 
     def finish(self, ranks: Sequence[int]) -> None:
         """Wait until each of these ranks completes a new step; then all end with the same one."""
@@ -151,6 +158,10 @@ class Serving:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.last_step = 0  # whatever failed, nobody goes on
+        if self._running is not None:
+            wait([self._running], 60)
+        self._aside.shutdown()
         self.world.close()
 
 
@@ -162,7 +173,7 @@ def named(cases: list[tuple[str, abi.FailSite]]) -> pytest.MarkDecorator:
 
 @named(cases(0))
 def test_a_death_leaves_no_wrong_row(way: str, site: abi.FailSite) -> None:
-    with Serving(way) as serving, ThreadPoolExecutor(1) as aside:
+    with Serving(way) as serving:
         world = serving.world
         world.group.failpoint(VICTIM, site, abi.FailAction.KILL, after=4)
 
@@ -171,7 +182,7 @@ def test_a_death_leaves_no_wrong_row(way: str, site: abi.FailSite) -> None:
                 return serving.gone(rank, session)
             return serving.until(rank, session, lambda epoch: epoch > 1)
 
-        torn = aside.submit(world.each, run)
+        torn = serving.start(run)
         world.group.wait_for(lambda: len(world.group.deaths) > 0, "the death")
         serving.leave_out()
         assert sum(torn.result().values()) <= len(serving.survivors)
@@ -185,10 +196,10 @@ def test_a_rank_that_stops_and_goes_on_late_gives_and_takes_no_wrong_row(
     way: str, site: abi.FailSite
 ) -> None:
     """Stopped until the others gave the step up. Nobody is expelled: all go on together."""
-    with Serving(way, exchange_s=0.4) as serving, ThreadPoolExecutor(1) as aside:
+    with Serving(way, exchange_s=0.4) as serving:
         world = serving.world
         world.group.failpoint(VICTIM, site, abi.FailAction.STOP, after=3)
-        done = aside.submit(world.each, serving.until_last)
+        done = serving.start(serving.until_last)
         world.group.wait_for(
             lambda: world.group.failpoint_hits(VICTIM) == 1, f"the stop at {site.name}"
         )
@@ -205,7 +216,7 @@ def test_a_rank_that_is_left_behind_and_goes_on_gives_and_takes_no_wrong_row(
     way: str, site: abi.FailSite
 ) -> None:
     """Expelled while it is stopped: its rows and flags of then meet exchanges of now."""
-    with Serving(way) as serving, ThreadPoolExecutor(1) as aside:
+    with Serving(way) as serving:
         world, out = serving.world, threading.Event()
         # While it pulls in the last exchange of a step, only the check at the end can find out.
         after = CAP + 3 if site == abi.FailSite.PULL else 3
@@ -218,7 +229,7 @@ def test_a_rank_that_is_left_behind_and_goes_on_gives_and_takes_no_wrong_row(
             out.set()
             return 0
 
-        done = aside.submit(world.each, run)
+        done = serving.start(run)
         world.group.wait_for(
             lambda: world.group.failpoint_hits(VICTIM) == 1, f"the stop at {site.name}"
         )
