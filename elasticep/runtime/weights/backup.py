@@ -160,7 +160,7 @@ class Backup:
     def add(self, memory: ArenaMemory) -> None:
         """Another piece of memory."""
         self.segments.append(memory)
-        self._node.mover.lend(memory)
+        self._weights.lend(memory)
 
     def restore(self) -> None:
         """Take over what the last daemon's service manager kept."""

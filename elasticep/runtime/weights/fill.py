@@ -94,7 +94,7 @@ class Filler:
             Unrestorable: nothing can supply some of its experts.
             Unavailable: the arena could not be had, or the view was overtaken.
         """
-        await self._arena(seat, view)
+        await self._arena(seat, view, wanted)
         if seat.memory is None:
             return  # it names nothing but what the rank computes from already
         attempt = _Attempt(view)
@@ -117,11 +117,15 @@ class Filler:
             raise Unrestorable(refs, attempt.failed[refs[0]])
         seat.pinned.add(view.epoch)
 
-    async def _arena(self, seat: SeatWeights, view: ViewTable) -> None:
+    async def _arena(self, seat: SeatWeights, view: ViewTable, wanted: Callable[[], bool]) -> None:
         if seat.opening is not None:
             await asyncio.wait({seat.opening})
-        if seat.memory is not None:
-            return
+        while (memory := seat.memory) is not None:
+            if memory.settled:
+                return
+            if not wanted():
+                raise Unavailable(f"view {view.epoch} is not wanted any more")
+            await seat.changed.until(lambda: False, _AGAIN_S)
         if seat.lost and seat.same_as_running(view.of(seat.rank)):
             return
         raise Unavailable(

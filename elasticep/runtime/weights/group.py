@@ -57,6 +57,7 @@ class GroupWeights:
             rank: SeatWeights(keeper, self.views) for rank, keeper in group.keepers.items()
         }
         self._dead: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.finder = Finder(node, self)
         self.filler = Filler(node, self)
         self.backup = Backup(node, self)
@@ -112,7 +113,30 @@ class GroupWeights:
 
     def _take(self, seat: SeatWeights, memory: ArenaMemory) -> None:
         seat.memory = memory
-        self._node.mover.lend(memory)
+        self.lend(memory)
+        seat.changed.notify()
+
+    def lend(self, memory: ArenaMemory) -> None:
+        """Hand an arena to the mover."""
+        self._node.mover.lend(memory, lambda: self._used(memory))
+
+    def _used(self, memory: ArenaMemory) -> None:
+        """No earlier mover writes into an arena any more: its labels count now."""
+        if not memory.settled:
+            task = asyncio.create_task(self._settle(memory))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self, memory: ArenaMemory) -> None:
+        for layer in range(memory.layout.layers):
+            await asyncio.sleep(0)  # others get their turn
+            if memory.closed:
+                return
+            memory.read_layer(layer, self._node.mover.places(memory))
+        self._learn_sums(memory)
+        memory.settled = True
+        for seat in self.seats.values():
+            seat.changed.notify()
 
     def opened(self, rank: int) -> bool:
         """Whether an engine that attaches finds its arena."""
@@ -286,11 +310,14 @@ class GroupWeights:
 
     def read_labels(self, memory: ArenaMemory) -> None:
         """Mirror the labels of an arena of before, and learn checksums from them: they were
-        verified when they were written.
+        verified when they were written. They are read again when the earlier mover is surely gone.
         """
+        memory.settled = False
         for layer in range(memory.layout.layers):
-            for slot in range(memory.layout.slots):
-                memory.read_label(layer, slot)
+            memory.read_layer(layer)
+        self._learn_sums(memory)
+
+    def _learn_sums(self, memory: ArenaMemory) -> None:
         for layer, _, expert, checksum in memory.units():
             self.ledger.note(layer, expert, checksum)
 
@@ -309,6 +336,8 @@ class GroupWeights:
 
     def close(self) -> None:
         """Stop what is under way, and let go of everything."""
+        for task in self._tasks:
+            task.cancel()
         self.backup.close()
         for seat in self.seats.values():
             seat.close()

@@ -7,7 +7,7 @@ again: a scan of a large arena would keep its event loop busy.
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ from elasticep.errors import WeightsError
 from elasticep.native.region import create_memory
 from elasticep.runtime.regions.memory import check_memory, identity_of
 from elasticep.weights import ArenaLayout
+
+_EXPERTS = 64  # columns to begin with
+_MOST_EXPERTS = 65_536
 
 NOTHING = -1
 """In `ArenaMemory.held`: no whole expert lies in the slot."""
@@ -34,6 +37,8 @@ class ArenaMemory:
     Attributes:
         arena: for reading.
         held: int32 [layers, slots], the expert that lies whole in each slot, or `NOTHING`.
+        settled: False while an earlier daemon's mover may still write into it: what labels said
+            when they were read may not hold any more.
         sums: (layer, slot) -> checksum of those.
 
     Raises:
@@ -58,6 +63,8 @@ class ArenaMemory:
             raise
         self.held: NDArray[np.int32] = np.full((layout.layers, layout.slots), NOTHING, np.int32)
         self.sums: dict[tuple[int, int], bytes] = {}
+        self.settled = True
+        self._where = np.full((layout.layers, _EXPERTS), NOTHING, np.int32)  # expert -> a slot
 
     @classmethod
     def create(cls, layout: ArenaLayout, rank: int, name: str) -> "ArenaMemory":
@@ -91,23 +98,50 @@ class ArenaMemory:
             label = self.arena.label(layer, slot)
         except WeightsError:  # broken: the mover empties it
             return
-        if label.state is SlotState.VALID:
+        if label.state is SlotState.VALID and label.expert < _MOST_EXPERTS:
             self.note(layer, slot, label.expert, label.checksum)
+
+    def read_layer(self, layer: int, but: Collection[tuple[int, int]] = ()) -> None:
+        """Take all labels of a layer into the mirror, but those of (layer, slot) in `but`, which
+        are being written.
+        """
+        for slot in range(self.layout.slots):
+            if (layer, slot) not in but:
+                self.forget(layer, slot)
+                self.read_label(layer, slot)
 
     def note(self, layer: int, slot: int, expert: int, checksum: bytes) -> None:
         """The mover has put an expert there."""
+        self.forget(layer, slot)
+        if expert >= self._where.shape[1]:
+            wider = np.full((len(self._where), 2 * expert), NOTHING, np.int32)
+            wider[:, : self._where.shape[1]] = self._where
+            self._where = wider
         self.held[layer, slot] = expert
         self.sums[layer, slot] = checksum
+        self._where[layer, expert] = slot
 
     def forget(self, layer: int, slot: int) -> None:
         """The slot's bytes are about to change, or may have."""
+        expert = int(self.held[layer, slot])
+        if expert == NOTHING:
+            return
         self.held[layer, slot] = NOTHING
         self.sums.pop((layer, slot), None)
+        if self._where[layer, expert] == slot:
+            others = np.flatnonzero(self.held[layer] == expert)
+            self._where[layer, expert] = others[0] if others.size else NOTHING
 
     def slot_of(self, layer: int, expert: int) -> int:
         """A slot that holds the expert, or `NOTHING`."""
-        found = np.flatnonzero(self.held[layer] == expert)
-        return int(found[0]) if found.size else NOTHING
+        return int(self._where[layer, expert]) if expert < self._where.shape[1] else NOTHING
+
+    def slots_of(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """`slot_of` for many at once: int64 [n] each, int32 [n]."""
+        known = experts < self._where.shape[1]
+        found: NDArray[np.int32] = np.full(len(layers), NOTHING, np.int32)
+        found[known] = self._where[layers[known], experts[known]]
+        return found
 
     def units(self) -> Iterator[tuple[int, int, int, bytes]]:
         """(layer, slot, expert, checksum) of every whole expert."""

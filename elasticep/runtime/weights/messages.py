@@ -1,7 +1,8 @@
 """What daemon and mover say to each other: JSON over a SEQPACKET pair, descriptors beside it.
 
-Daemon to mover: `Use` an arena (with its descriptor), `Drop` it, `Copy` a unit, `Cancel` a copy.
-Mover to daemon: `Beat` about once a second, `Started`, `Moved` (bytes so far), `Ended`.
+Daemon to mover: `Use` an arena (with its descriptor), `Drop` it, `Copy` a unit, `Hurry` with a copy
+or `Cancel` it. Mover to daemon: `Beat` about once a second, `Used`, `Started`, `Moved` (bytes so
+far), `Ended`.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any, Final
 from elasticep.errors import ElasticEPError
 
 MAX_BYTES: Final = 64 * 1024
+MAX_TEXT: Final = 512  # characters of a sentence
 
 
 class Kind(enum.StrEnum):
@@ -63,6 +65,8 @@ class Failure(enum.StrEnum):
     STALLED = "stalled"  # nothing came for too long
     GONE = "gone"  # the source does not have it (any more)
     FAILED = "failed"  # it answered with an error
+    BUSY = "busy"  # it has it, and serves as many as it may
+    AWAY = "away"  # this node cannot reach it now: a file system that is not mounted
     MOVER = "mover"  # the mover ended or hung with it
     CANCELLED = "cancelled"
 
@@ -115,13 +119,29 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """A copy has become urgent."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """An arena is mapped; if it is for writing, nobody else writes into it any more, and what an
+    earlier writer left half filled is empty.
+    """
+
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """The mover is there and does what it is told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A job is being worked on; jobs are taken in their order."""
+    """A job is being worked on: urgent ones first, else in their order."""
 
     job: int
 
@@ -142,7 +162,7 @@ class Ended:
         job: its number.
         checksum: hexadecimal, "" when it failed.
         failure: "" or a `Failure`.
-        text: a sentence.
+        text: a sentence, at most `MAX_TEXT` characters of it.
         done: bytes that were copied.
     """
 
@@ -153,10 +173,9 @@ class Ended:
     done: int = 0
 
 
-Message = Use | Drop | Copy | Cancel | Beat | Started | Moved | Ended
-_KINDS: Final[dict[str, type]] = {
-    kind.__name__: kind for kind in (Use, Drop, Copy, Cancel, Beat, Started, Moved, Ended)
-}
+Message = Use | Drop | Copy | Cancel | Hurry | Used | Beat | Started | Moved | Ended
+_ALL: Final = (Use, Drop, Copy, Cancel, Hurry, Used, Beat, Started, Moved, Ended)
+_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in _ALL}
 
 
 class BadMoverMessage(ElasticEPError):
@@ -166,9 +185,18 @@ class BadMoverMessage(ElasticEPError):
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of one packet."""
+    """The bytes of one packet.
+
+    Raises:
+        BadMoverMessage: it has more than `MAX_BYTES`, which would arrive cut off.
+    """
     plain = {"is": type(message).__name__, **dataclasses.asdict(message)}
-    return json.dumps(plain, separators=(",", ":")).encode()
+    data = json.dumps(plain, separators=(",", ":")).encode()
+    if len(data) > MAX_BYTES:
+        raise BadMoverMessage(
+            f"a message {type(message).__name__} of {len(data)} bytes; at most {MAX_BYTES} go"
+        )
+    return data
 
 
 def unpack(data: bytes) -> Message:
@@ -184,6 +212,6 @@ def unpack(data: bytes) -> Message:
             source = plain["source"]
             plain["source"] = Source(**{**source, "kind": Kind(source["kind"])})
         message: Message = kind(**plain)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadMoverMessage(f"a packet of {len(data)} bytes: {error!r}") from None
     return message

@@ -1,8 +1,9 @@
 """The process that copies weights: `python -m elasticep.runtime.weights.mover FD RATE LABEL`.
 
 It is the one writer of a node's arenas. It does what its daemon says over the SEQPACKET socket FD,
-one unit after another, and may be killed at any moment: what it was filling is labelled so and
-never used, and its successor begins with emptying that. It ends with its daemon.
+one unit after another (`Orders` says which first), and may be killed at any moment: what it was
+filling is labelled so and never used, and its successor begins with emptying that. It ends with its
+daemon.
 
 Whoever writes into an arena holds a lock on it, which the kernel lets go when the process is gone:
 a successor waits until the last byte of its predecessor is written.
@@ -14,7 +15,6 @@ import fcntl
 import json
 import mmap
 import os
-import queue
 import signal
 import socket
 import sys
@@ -30,8 +30,8 @@ from elasticep.errors import ChecksumMismatch, ElasticEPError
 from elasticep.runtime.weights import messages
 from elasticep.runtime.weights.checkpoints import Checkpoints
 from elasticep.runtime.weights.messages import (
+    MAX_TEXT,
     Beat,
-    Cancel,
     Copy,
     Drop,
     Ended,
@@ -40,7 +40,9 @@ from elasticep.runtime.weights.messages import (
     Moved,
     Started,
     Use,
+    Used,
 )
+from elasticep.runtime.weights.orders import Orders
 from elasticep.runtime.weights.pace import Pace
 from elasticep.runtime.weights.sources import SourceFailed, copy_arena
 from elasticep.weights import ArenaLayout, WeightSpec
@@ -88,13 +90,12 @@ class Mover:
 
     def __init__(self, sock: socket.socket, rate: int, tls: TlsConfig) -> None:
         self._sock = sock
-        self._pace = Pace(rate)
+        self._orders = Orders()
+        self._pace = Pace(rate, wait=self._orders.pause)
         self._tls = tls
         self._daemons: Daemons | None = None
         self._checkpoints = Checkpoints()
         self._arenas: dict[int, _Mapped] = {}
-        self._orders: queue.SimpleQueue[tuple[Use | Drop | Copy, list[int]]] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
 
     def run(self) -> None:
         """Serve until the daemon is gone."""
@@ -110,11 +111,10 @@ class Mover:
             for level, kind, content in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
-            message = messages.unpack(data)
-            if isinstance(message, Cancel):
-                self._cancelled.add(message.job)
-            elif isinstance(message, Use | Drop | Copy):
-                self._orders.put((message, fds.tolist()))
+            try:
+                self._orders.put(messages.unpack(data), fds.tolist())
+            except messages.BadMoverMessage as error:  # the rest goes on
+                sys.stderr.write(f"mover: {error}\n")
 
     def _work(self) -> None:
         try:
@@ -127,11 +127,11 @@ class Mover:
 
     def _loop(self) -> None:
         while True:
-            try:
-                order, fds = self._orders.get(timeout=BEAT_S)
-            except queue.Empty:
+            taken = self._orders.take(BEAT_S)
+            if taken is None:
                 self._say(Beat())
                 continue
+            order, fds = taken
             match order:
                 case Use():
                     self._use(order, fds[0])
@@ -167,7 +167,7 @@ class Mover:
         if order.write:
             arena.recover()
         self._arenas[order.arena] = _Mapped(own, mapping, arena)
-        self._say(Beat())
+        self._say(Used(order.arena))
 
     def _lock(self, fd: int) -> None:
         end = time.monotonic() + _LOCK_S
@@ -189,22 +189,19 @@ class Mover:
         try:
             checksum = self._fill(job)
         except SourceFailed as error:
-            ended = Ended(order.job, "", error.failure, str(error), job.done)
+            return _failed(job, error.failure, error)
         except ChecksumMismatch as error:
-            ended = Ended(order.job, "", Failure.LIED, str(error), job.done)
+            return _failed(job, Failure.LIED, error)
         except (ElasticEPError, OSError, ValueError) as error:
-            ended = Ended(order.job, "", Failure.FAILED, str(error) or repr(error), job.done)
-        else:
-            ended = Ended(order.job, checksum.hex(), done=job.done)
-        self._cancelled.discard(order.job)
-        return ended
+            return _failed(job, Failure.FAILED, error)
+        return Ended(order.job, checksum.hex(), done=job.done)
 
     def _fill(self, job: _Job) -> bytes:
         order = job.copy
+        self._check()
         if order.arena not in self._arenas:
             raise SourceFailed(Failure.CANCELLED, "its arena was taken back")
         arena = self._arenas[order.arena].arena
-        self._check(job)
         if order.expert < 0:
             arena.empty(order.layer, order.slot)
             return b""
@@ -239,18 +236,23 @@ class Mover:
 
     def _went(self, job: _Job, size: int) -> None:
         """A chunk has arrived."""
-        self._check(job)
+        self._check()
         job.done += size
-        if not job.copy.urgent:
+        if not self._orders.hurried:
             self._pace.spend(size)
         now = time.monotonic()
         if now >= job.reported + _REPORT_S:
             job.reported = now
             self._say(Moved(job.copy.job, job.done))
 
-    def _check(self, job: _Job) -> None:
-        if job.copy.job in self._cancelled:
+    def _check(self) -> None:
+        if self._orders.called_off:
             raise SourceFailed(Failure.CANCELLED, "called off")
+
+
+def _failed(job: _Job, failure: Failure, error: Exception) -> Ended:
+    text = (str(error) or repr(error))[:MAX_TEXT]
+    return Ended(job.copy.job, "", failure, text, job.done)
 
 
 def main(arguments: list[str]) -> int:
