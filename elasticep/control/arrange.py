@@ -6,7 +6,6 @@ back afterwards, so the slot that a move frees is the next one that is kept free
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,7 @@ from elasticep.control.placement import (
     plan,
     resplit,
 )
-from elasticep.control.repair import fill_lost, keep, lost_mask
+from elasticep.control.repair import BoolArray, fill_lost, keep, lost_mask
 from elasticep.control.tables import Int32Array
 from elasticep.control.views import Member
 from elasticep.group import GroupConfig
@@ -38,13 +37,14 @@ class Around:
         config: the group's config.
         domains: node -> domain; a node that is missing is a domain of its own.
         loads: int64 [layers, experts], the tokens to plan for; None: not known.
-        unrestorable: (layer, expert) pairs that nothing can supply; nobody is given them.
+        refused: bool [layers, experts], what some node found nobody to supply: nobody is given it
+            while it is lost. None: nothing.
     """
 
     config: GroupConfig
     domains: Mapping[str, str]
     loads: Int64Array | None = None
-    unrestorable: AbstractSet[tuple[int, int]] = frozenset()
+    refused: BoolArray | None = None
 
     @property
     def tokens(self) -> Int64Array:
@@ -178,8 +178,8 @@ def target(
     made = plan(around.tokens, around.infos(members, draining), packed, policy)
     previous = _unpacked(packed, order)
     after = _into_free(previous, _unpacked(made.placement, order))
-    if around.unrestorable:
-        after = _without(previous, after, around.unrestorable)
+    if around.refused is not None:
+        after = _without(after, lost_mask(previous.slot_expert, after.experts) & around.refused)
     alive = {member.rank for member in members}
     if len(alive) < placement.max_ranks:
         previous = split(around, keep(previous.slot_expert, alive), members)
@@ -193,16 +193,12 @@ def _unpacked(packed: Placement, order: NDArray[np.int64]) -> Placement:
     return Placement(experts=packed.experts, slot_expert=expert, slot_weight=weight)
 
 
-def _without(
-    previous: Placement, after: Placement, unrestorable: AbstractSet[tuple[int, int]]
-) -> Placement:
-    """The plan without copies of experts that nobody holds and nothing can supply."""
+def _without(after: Placement, left_out: BoolArray) -> Placement:
+    """The plan without any copy of some experts; bool [layers, experts]."""
     expert, weight = after.slot_expert.copy(), after.slot_weight.copy()
-    missing = lost_mask(previous.slot_expert, previous.experts)
-    for layer, lost in unrestorable:
-        if missing[layer, lost]:
-            weight[layer][expert[layer] == lost] = 0
-            expert[layer][expert[layer] == lost] = EMPTY
+    layers = np.arange(len(expert))[:, None, None]
+    out = (expert != EMPTY) & left_out[layers, np.maximum(expert, 0)]
+    expert[out], weight[out] = EMPTY, 0
     return Placement(experts=after.experts, slot_expert=expert, slot_weight=weight)
 
 

@@ -91,7 +91,7 @@ class Background:
             raise UsageError(f"group {self._group.config.name!r} has no view yet; nothing to move")
         around = self.around
         return PlanJob(
-            around=replace(around, unrestorable=frozenset()) if asked else around,
+            around=replace(around, refused=None) if asked else around,
             view=view,
             policy=policy or group_policy(self._group.config),
             asked=asked,
@@ -102,7 +102,7 @@ class Background:
     def around(self) -> Around:
         """Config, domains and loads, as they are."""
         group = self._group
-        return Around(group.config, dict(group.domains), self.loads.tokens(), group.unrestorable)
+        return Around(group.config, dict(group.domains), self.loads.tokens(), group.refused)
 
     def operate(self, event: Ask | Pause | Resume, now_ms: int) -> list[Outcome]:
         """What an operator wants."""

@@ -6,6 +6,7 @@ from elasticep.control import events as ev
 from elasticep.control.events import Outcome
 from elasticep.control.evidence import judge
 from elasticep.control.proposals import NextView, Pending, Situation, next_plan
+from elasticep.control.refusals import given
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState
 from elasticep.control.views import View
@@ -185,7 +186,7 @@ def propose(state: GroupState, now_ms: int, out: Outcome) -> None:
             in_use=None if in_use is None else [placement for _, placement in in_use],
             revoked=state.revoked,
             cannot_load=state.cannot_load,
-            unrestorable=state.unrestorable,
+            refusals=state.refusals,
             domains=state.domains,
             loads=state.loads,
             goal=state.goal,
@@ -238,6 +239,7 @@ def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) ->
     )
     state.view, state.waiting, state.empty_since_ms = view, "", 0
     state.revoked.clear()
+    _ask_again(state, plan)
     state.history.append(view.describe())
     out.writes.append(ev.SaveView(view))
     out.note(
@@ -248,6 +250,16 @@ def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) ->
         lost_experts=len(view.lost),
         reason=view.reason,
     )
+
+
+def _ask_again(state: GroupState, plan: NextView) -> None:
+    """What the view gives to a node is tried, whatever the node could not get before."""
+    if not state.refusals or state.in_use is None or len(state.in_use) < 2:
+        return
+    before, table = state.in_use[-2][1].slot_expert, plan.placement.slot_expert
+    for node in {member.node for member in plan.members}:
+        ranks = [member.rank for member in plan.members if member.node == node]
+        state.refusals.forget(node, given(table, before, ranks, plan.placement.experts))
 
 
 def show(state: GroupState, now_ms: int, out: Outcome) -> None:

@@ -24,6 +24,7 @@ from elasticep.control.decisions import settle
 from elasticep.control.events import Outcome, SeatReport, SeatState
 from elasticep.control.placement import EMPTY, SlotShortage
 from elasticep.control.proposals import MAX_UNADOPTED, Goal, Loading, Pending, joinable
+from elasticep.control.refusals import BoolArray
 from elasticep.control.repair import usable_slots
 from elasticep.control.seats import JUDGED, Phase, Seat
 from elasticep.control.state import GroupState, Saved
@@ -115,9 +116,9 @@ class Membership:
         return self._s.domains
 
     @property
-    def unrestorable(self) -> frozenset[tuple[int, int]]:
-        """(layer, expert) pairs that nothing could supply when it was tried last."""
-        return frozenset(self._s.unrestorable)
+    def refused(self) -> BoolArray | None:
+        """[layers, experts] that some node found nobody to supply; None: nothing."""
+        return self._s.refusals.by_any()
 
     @property
     def cannot_load(self) -> frozenset[int]:
@@ -161,11 +162,13 @@ class Membership:
 
     def _tick(self, event: ev.Tick, now_ms: int, out: Outcome) -> None:
         """Time alone: `settle` looks at deadlines after every event."""
+        if self._s.refusals and self._s.refusals.expire(now_ms):
+            self._s.dirty = True
 
     def _node_hello(self, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:
         self._s.connected.add(event.node)
         self._s.domains[event.node] = event.domain or event.node
-        self._s.unrestorable.clear()  # it may have a backup of what nobody could supply
+        self._s.refusals.clear()  # it may have a backup of what nobody could supply
         offered = {report.rank for report in event.seats if report.rank in self.seats}
         self._s.offers[event.node] = offered
         for seat in self._s.seats_of(event.node):
@@ -281,7 +284,7 @@ class Membership:
             out.note("staged.ignored", rank=event.rank, epoch=event.epoch, error=event.error)
             return
         pending.answered.add(event.rank)
-        if event.error and self._unrestorable(seat, pending, event, out):
+        if event.error and self._unrestorable(seat, pending, event, now_ms, out):
             pending.errors.pop(event.rank, None)
         elif event.error:
             pending.errors[event.rank] = event.error
@@ -290,8 +293,10 @@ class Membership:
             if seat.phase is Phase.JOINING:
                 seat.move(Phase.STAGED, now_ms, f"it staged epoch {event.epoch}")
 
-    def _unrestorable(self, seat: Seat, pending: Pending, event: ev.Staged, out: Outcome) -> bool:
-        """Whether the fault lies with experts that nothing can supply, and not with the rank."""
+    def _unrestorable(
+        self, seat: Seat, pending: Pending, event: ev.Staged, now_ms: int, out: Outcome
+    ) -> bool:
+        """Whether the fault lies with experts that the node found nowhere, not with the rank."""
         table = pending.view.placement.slot_expert
         experts = pending.view.placement.experts
         named = {
@@ -299,11 +304,15 @@ class Membership:
             for layer, expert in event.unrestorable
             if layer < len(table) and expert < experts and expert in table[layer, seat.rank]
         }
-        news = named - self._s.unrestorable
-        if news:
-            shown = sorted(news)[:16]
-            out.note("experts.unrestorable", rank=seat.rank, experts=shown, count=len(news))
-        self._s.unrestorable |= named
+        if named and self._s.refusals.add(seat.node, named, now_ms):
+            shown = sorted(named)[:16]
+            out.note(
+                "experts.unrestorable",
+                node=seat.node,
+                rank=seat.rank,
+                experts=shown,
+                count=len(named),
+            )
         # Members that come in, or a third open view: then the rank answers for it.
         return bool(named) and seat.running and self._s.unadopted < MAX_UNADOPTED
 
@@ -341,7 +350,7 @@ class Membership:
         self._s.loads = event.tokens
 
     def _retry(self, event: ev.Retry, now_ms: int, out: Outcome) -> None:
-        self._s.unrestorable.clear()
+        self._s.refusals.clear()
         self._s.cannot_load.clear()
 
     def _rearrange(self, event: ev.Rearrange, now_ms: int, out: Outcome) -> None:

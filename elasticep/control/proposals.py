@@ -4,15 +4,15 @@ Limits kept here: at most two epochs are unadopted; the second is kept for death
 joins and repairs wait until all is adopted; no view has fewer than `min_ranks` members.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticep.control.arrange import Around, Int64Array, admit, first_placement, split
 from elasticep.control.placement import EMPTY, Placement
+from elasticep.control.refusals import BoolArray, Refusals, refused_slots
 from elasticep.control.repair import (
     Usable,
     fill_lost,
@@ -111,7 +111,7 @@ class Situation:
         in_use: placements that somebody may run in; None: not known since the leader changed.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content: they failed to load some.
-        unrestorable: (layer, expert) pairs that nothing could supply; nobody is to load them.
+        refusals: what nodes found nobody to supply; they are not asked for it again.
         domains: node -> domain.
         loads: int64 [layers, experts], or None.
         goal: what the background wants next.
@@ -128,7 +128,7 @@ class Situation:
     in_use: Sequence[Placement] | None
     revoked: AbstractSet[int]
     cannot_load: AbstractSet[tuple[int, int]]
-    unrestorable: AbstractSet[tuple[int, int]]
+    refusals: Refusals
     domains: Mapping[str, str]
     loads: Int64Array | None
     goal: Goal | None
@@ -138,7 +138,12 @@ class Situation:
     @property
     def around(self) -> Around:
         """What placements depend on."""
-        return Around(self.config, self.domains, self.loads, self.unrestorable)
+        return Around(self.config, self.domains, self.loads, self.refusals.by_any())
+
+    def barred(self, ranks: Iterable[int]) -> dict[int, BoolArray]:
+        """Rank -> [layers, experts] that its node found nobody to supply; only ranks with any."""
+        masks = {rank: self.refusals.of(self.seats[rank].node) for rank in ranks}
+        return {rank: mask for rank, mask in masks.items() if mask is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +188,7 @@ def next_plan(s: Situation) -> NextView | str:
     awaited = _awaited(s, change) if refused else []
     if awaited and not change.urgent and not s.revoked:
         return (
-            f"nobody can supply some experts of epoch {latest.epoch}; the next view waits until "
+            f"some experts of epoch {latest.epoch} were found nowhere; the next view waits until "
             f"{describe_ranks(awaited)} answered, who may name more"
         )
     if not s.unadopted and not wanted and s.goal is not None and s.goal.epoch == latest.epoch:
@@ -312,18 +317,22 @@ def _evolve(s: Situation, latest: View, change: _Change) -> NextView | str:
         table = admit(s.around, table, joiners, sorted((*members, *change.draining)), leaving)
     with_draining = table
     table = keep(table, ranks)
-    lost = _to_restore(s, table, experts)
+    may = [m.rank for m in members if (m.rank, m.incarnation) not in s.cannot_load]
+    lost = _to_restore(s, table, experts, may)
     repair = s.config.lost_experts is LostExperts.REFUSE or not change.dead
+    # What one node could not get others are asked for when this is adopted: if they cannot either,
+    # another view has to follow, and there cannot be three.
+    repair = repair and not _refused(latest, s).any()
     if repair and ranks and lost.any():
-        may = [m.rank for m in members if (m.rank, m.incarnation) not in s.cannot_load]
         used = [placement.slot_expert for placement in s.in_use or ()]
         table = restore(table, lost, may, used)
         usable = _usable(s, may, table)
-        table = fill_lost(table, _to_restore(s, table, experts), usable)
-        lost = _to_restore(s, table, experts)
+        barred = s.barred(may)
+        table = fill_lost(table, _to_restore(s, table, experts, may), usable, barred)
+        lost = _to_restore(s, table, experts, may)
         if lost.any():
-            free = _usable(s, may, table)
-            roomy = make_room(table, lost, may, free)
+            able = [r for r in may if r not in barred or (lost & ~barred[r]).any()]
+            roomy = make_room(table, lost, able, _usable(s, able, table))
             if change.draining and not np.array_equal(roomy, table):
                 # The room is made while the leaving ranks still serve; the next view fills it.
                 gone = (table != EMPTY) & (roomy == EMPTY)
@@ -359,11 +368,12 @@ def _rearranged(s: Situation, latest: View, goal: Goal) -> NextView:
     )
 
 
-def _to_restore(s: Situation, table: Int32Array, experts: int) -> NDArray[np.bool_]:
-    """Mask [layers, experts]: no slot names the expert, and somebody may be able to load it."""
+def _to_restore(s: Situation, table: Int32Array, experts: int, may: Sequence[int]) -> BoolArray:
+    """Mask [layers, experts]: no slot names the expert, and one of `may` may be able to load it."""
     lost = lost_mask(table, experts)
-    for layer, expert in s.unrestorable:
-        lost[layer, expert] = False
+    barred = s.barred(may)
+    if barred and len(barred) == len(may):
+        lost &= ~np.all(list(barred.values()), axis=0)
     return lost
 
 
@@ -380,21 +390,16 @@ def _filled(latest: View, placement: Placement, members: Sequence[Member]) -> fr
     return frozenset(member.rank for member in members if gains[member.rank])
 
 
-def _refused(latest: View, s: Situation) -> NDArray[np.bool_]:
-    """Slots that the latest view wants filled with what nothing can supply."""
+def _refused(latest: View, s: Situation) -> BoolArray:
+    """Slots that the latest view wants filled with what their node found nobody to supply."""
     table = latest.placement.slot_expert
-    if not s.unrestorable or not s.in_use or s.pending is None:
+    if not s.refusals or not s.in_use or s.pending is None:
         return np.zeros(table.shape, np.bool_)
-    wanted = np.zeros((table.shape[0], latest.placement.experts), np.bool_)
-    for layer, expert in s.unrestorable:
-        wanted[layer, expert] = True
-    new = (table != EMPTY) & (table != s.in_use[0].slot_expert)
-    refused: NDArray[np.bool_] = new & wanted[np.arange(len(table))[:, None, None], table]
-    return refused
+    return refused_slots(table, s.in_use[0].slot_expert, s.barred(latest.ranks))
 
 
 def _revoke(latest: View, s: Situation) -> Int32Array:
-    """The latest slots without what the revoked ranks could not load, or nothing can supply."""
+    """The latest slots without what ranks could not load, or their nodes found nowhere."""
     table = np.where(_refused(latest, s), np.int32(EMPTY), latest.placement.slot_expert)
     for rank in s.revoked if s.in_use else ():
         assert s.in_use is not None
@@ -416,7 +421,7 @@ def _reason(
     parts += [f"rank {m.rank} joins (incarnation {m.incarnation})" for m in change.joining]
     parts += [f"rank {rank} could not load what it was given" for rank in sorted(s.revoked)]
     if _refused(latest, s).any():
-        parts.append("nobody can supply some experts")
+        parts.append("some experts were found nowhere")
     lost = len(placement.lost_experts(ranks))
     before = len(latest.lost)
     if before and lost < before:

@@ -22,6 +22,7 @@ from elasticep.control.loads import GroupLoads
 from elasticep.control.membership import Membership
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planning import Figures, PlanJob, Planned, group_policy
+from elasticep.control.repair import BoolArray, lost_mask
 from elasticep.control.views import View
 
 _FIRST_PAUSE_MS: Final = 1_000  # after one that was abandoned; doubles
@@ -218,8 +219,7 @@ class Rebalancer:
         if quiet_ms < 0:
             self.why = "a view is under way"
             return None
-        missing = group.unrestorable
-        around = Around(group.config, dict(group.domains), loads.tokens(), missing)
+        around = Around(group.config, dict(group.domains), loads.tokens(), group.refused)
         if self.paused:
             self.why = self.paused
             return None
@@ -237,7 +237,7 @@ class Rebalancer:
                 self._single = -1
             cover = group.config.spare_copies >= 1 and now.single != self._single
             self._judged = (view.epoch, loads.rolls)
-            lost = now.lost > len(missing)
+            lost = _restorable(view.placement, group.refused)
             if not (cover and now.single) and not lost and now.mean <= policy.target:
                 self.why = f"balanced (imbalance {now.mean:.3f}, target {policy.target:g})"
                 return None
@@ -378,3 +378,9 @@ class Rebalancer:
         self.doing, self.why = Doing.IDLE, why
         self.loaded_bytes = 0
         self._judged = (0, -1)
+
+
+def _restorable(placement: Placement, refused: BoolArray | None) -> bool:
+    """Whether an expert is lost that every node may still be asked for."""
+    lost = lost_mask(placement.slot_expert, placement.experts)
+    return bool((lost if refused is None else lost & ~refused).any())

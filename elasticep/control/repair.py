@@ -9,7 +9,7 @@ Tables are int32 [layers, max_ranks, slots_per_rank], as in `Placement.slot_expe
 changed in place.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,21 +46,30 @@ def usable_slots(ranks: Collection[int], tables: Sequence[Int32Array]) -> Usable
     return usable
 
 
-def fill_lost(table: Int32Array, lost: BoolArray, usable: Usable) -> Int32Array:
+def fill_lost(
+    table: Int32Array,
+    lost: BoolArray,
+    usable: Usable,
+    barred: Mapping[int, BoolArray] | None = None,
+) -> Int32Array:
     """Give lost experts a usable slot each, on the rank with the most room.
 
     Args:
         table: the slots.
         lost: bool [layers, experts], whom to place.
         usable: where; experts that find no room stay lost.
+        barred: rank -> [layers, experts] that it is not given.
     """
     filled, free = table.copy(), usable.copy()
     for layer in np.flatnonzero(lost.any(axis=1)).tolist():
         room = free[layer].sum(axis=1)
         for expert in np.flatnonzero(lost[layer]).tolist():
-            rank = int(np.argmax(room))
-            if room[rank] == 0:
-                break
+            open_to = room.copy() if barred else room
+            for other, mask in (barred or {}).items():
+                open_to[other] *= not mask[layer, expert]
+            rank = int(np.argmax(open_to))
+            if open_to[rank] == 0:
+                continue
             slot = int(np.argmax(free[layer, rank]))
             filled[layer, rank, slot] = expert
             free[layer, rank, slot] = False

@@ -9,6 +9,7 @@ from elasticep.control.arrange import Int64Array
 from elasticep.control.events import Outcome
 from elasticep.control.placement import Placement
 from elasticep.control.proposals import MAX_UNADOPTED, Goal, Pending
+from elasticep.control.refusals import Refusals
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.views import Member, View
 from elasticep.group import GroupConfig
@@ -58,7 +59,7 @@ class GroupState:
         left: members that ended since the last adopted view.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content.
-        unrestorable: (layer, expert) pairs that nothing could supply.
+        refusals: what nodes found nobody to supply.
         domains: node -> domain, of nodes that said hello.
         loads: int64 [layers, experts], what to plan for; None: not known.
         goal: what the background wants next; asked once.
@@ -72,6 +73,7 @@ class GroupState:
     policies: Policies
     config: GroupConfig
     seats: dict[int, Seat]
+    refusals: Refusals
     connected: set[str] = field(default_factory=set)
     offers: dict[str, set[int]] = field(default_factory=dict)
     view: View | None = None
@@ -83,7 +85,6 @@ class GroupState:
     left: list[Left] = field(default_factory=list)
     revoked: set[int] = field(default_factory=set)
     cannot_load: set[tuple[int, int]] = field(default_factory=set)
-    unrestorable: set[tuple[int, int]] = field(default_factory=set)
     domains: dict[str, str] = field(default_factory=dict)
     loads: Int64Array | None = None
     goal: Goal | None = None
@@ -103,6 +104,7 @@ class GroupState:
             policies,
             in_force,
             {rank: Seat(rank) for rank in range(config.geometry.max_ranks)},
+            Refusals(config.geometry.layers, config.geometry.experts),
         )
         if saved is not None:
             state._restore(saved, now_ms)

@@ -91,6 +91,8 @@ class World:
         self.proposed: list[View] = []
         self.notices: list[ev.Notice] = []
         self.told: dict[str, Policies] = {}  # node -> what it heard last
+        self.unsupplied: dict[str, set[tuple[int, int]]] = {}  # node -> experts it finds nowhere
+        self.asked: list[tuple[int, tuple[int, int]]] = []  # (rank, expert) that it found nowhere
         self.dead: set[tuple[int, int]] = set()  # incarnations whose dead word is set somewhere
         for name in self.nodes:
             self.connect(name)
@@ -232,9 +234,26 @@ class World:
         """A rank stages a view."""
         node, seat = self.seat(rank)
         assert view.epoch < seat.epoch + 4 or seat.epoch == 0, "a bank in use would be overwritten"
+        nowhere = self._nowhere(node, seat, view)
+        if nowhere:
+            self.asked += [(rank, pair) for pair in nowhere]
+            answer = ev.Staged(node.name, rank, seat.incarnation, view.epoch, "nowhere", nowhere)
+            self.feed(answer)
+            return
         seat.views[view.epoch] = view
         if node.up:
             self.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch))
+
+    def _nowhere(self, node: SimNode, seat: SimSeat, view: View) -> tuple[tuple[int, int], ...]:
+        """Experts that a view newly gives to a rank and that its node finds nowhere."""
+        table = view.placement.slot_expert[:, seat.rank].tolist()
+        runs = next((v for v in self.proposed if v.epoch == seat.epoch), None)
+        held = runs.placement.slot_expert[:, seat.rank].tolist() if runs else [[] for _ in table]
+        return tuple(
+            (layer, expert)
+            for layer, expert in sorted(self.unsupplied.get(node.name, ()))
+            if expert in table[layer] and expert not in held[layer]
+        )
 
     def _tell(self, node: SimNode, seat: SimSeat) -> None:
         if node.up:

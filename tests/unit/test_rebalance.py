@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from elasticep.balance import RebalancePolicy
 from elasticep.control import events as ev
@@ -12,13 +11,13 @@ from elasticep.control.decisions import STAGE_TIMEOUT_MS
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.loads import GroupLoads
 from elasticep.control.membership import Membership
-from elasticep.control.placement import EMPTY, Placement
+from elasticep.control.placement import EMPTY
 from elasticep.control.planning import Planned
 from elasticep.control.rebalance import Doing
 from elasticep.errors import ConfigError, UsageError
-from elasticep.group import GroupConfig, LostExperts
+from elasticep.group import GroupConfig
 from elasticep.testing.balanced import POLICY, Balanced, hot_rank, skewed, swapped
-from elasticep.testing.membership import World, group_config
+from elasticep.testing.membership import group_config
 
 # ---- loads
 
@@ -437,66 +436,6 @@ def test_headway_beyond_the_total_counts_as_none() -> None:
         group.world.feed(beat)
         group.advance(1_000)
     assert group.world.view.epoch > epoch
-
-
-@pytest.mark.parametrize("policy", list(LostExperts))
-def test_experts_that_nobody_can_supply_are_named_as_lost(policy: LostExperts) -> None:
-    group = Balanced(experts=8, slots=4, spare_copies=0, lost_experts=policy)
-    world = group.world
-    world.attach = False
-    world.kill(3)
-    gone = {tuple(pair) for pair in np.argwhere(group_lost(world))}
-    group.meets = False
-    for _ in range(40):
-        world.run()
-        view = world.view
-        fills = [m.rank for m in view.members if gone_in(view.placement, gone, m.rank)]
-        if fills:
-            break
-        world.barrier()
-        world.advance(100)
-    rank = fills[0]
-    node, seat = world.seat(rank)
-    pairs = tuple(sorted(gone_in(view.placement, gone, rank)))
-    seat.views.pop(view.epoch, None)
-    world.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch, "no source", pairs))
-    assert world.view.epoch == view.epoch + 1
-    assert set(pairs) <= set(world.view.lost)
-    assert world.seat(rank)[1].state is SeatState.ATTACHED, "nobody is expelled for it"
-    assert "nobody can supply" in world.view.reason
-    group.meets = True
-    group.advance(3_000)
-    assert world.membership.adopted_epoch == world.view.epoch
-    assert set(pairs) <= set(world.view.lost), "and nobody tries again"
-    world.attach = True
-    for name in ("a", "b"):  # a rank comes in, and is not given them either
-        for seat in world.nodes[name].seats.values():
-            if seat.state is SeatState.READY:
-                world.attach_engine(seat.rank)
-    group.advance(10_000)
-    assert world.view.ranks == (0, 1, 2, 3)
-    assert set(pairs) <= set(world.view.lost)
-    assert all(set(pairs) <= set(v.lost) for v in world.proposed if v.epoch > view.epoch)
-    world.feed(ev.Retry())
-    assert not world.view.lost, "until somebody asks"
-
-
-def group_lost(world: World) -> NDArray[np.bool_]:
-    """[layers, experts] that no rank but 3 held in the first view."""
-    first = world.proposed[0].placement
-    table = first.slot_expert.copy()
-    table[:, 3] = EMPTY
-    lost = np.ones((first.layers, first.experts), np.bool_)
-    for layer in range(first.layers):
-        held = table[layer]
-        lost[layer, held[held != EMPTY]] = False
-    return lost
-
-
-def gone_in(placement: Placement, gone: set[tuple[int, ...]], rank: int) -> set[tuple[int, int]]:
-    return {
-        (layer, expert) for layer, expert in gone if expert in placement.slot_expert[layer, rank]
-    }
 
 
 def test_an_answer_that_names_what_it_was_not_given_is_the_ranks_own_fault() -> None:
