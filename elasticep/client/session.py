@@ -197,10 +197,11 @@ class Session:
                     else:
                         undo(pending[0])
                     pending = None
-                batch = batch_of(step.work)
+                expected = step.work
+                batch = batch_of(expected)
                 if batch is not None:
                     result.append(forward(step, batch))
-            expected = step.work + step.complete
+            expected += step.complete
             if step.complete and result:
                 pending = (step.work, result[0])
             if settled is not None:
