@@ -38,7 +38,8 @@ from elasticep.runtime.weights.metrics import WeightsMetrics
 from elasticep.runtime.weights.process import MoverProcess, Told
 from elasticep.weights import ArenaLayout
 
-_DEPTH: Final = 4  # copies that the mover knows of: enough that it never waits for the daemon
+_DEPTH: Final = 6  # copies that the mover knows of: enough that it never waits for the daemon
+_PACED: Final = 3  # of these that are held back: what is urgent always finds room
 _COLD: Final = 4.0  # times as long may a read from disk be silent: an index, a cold file
 
 
@@ -306,11 +307,13 @@ class MoverDriver:
         longest; into each slot in their order.
         """
         taken = {entry.place for entry in self._running.values()}
+        paced = sum(not entry.urgent for entry in self._running.values())
         free: list[_Job] = []
         for entry in self._waiting.values():
             if entry.place not in taken:
                 taken.add(entry.place)
-                free.append(entry)
+                if entry.urgent or paced < _PACED:
+                    free.append(entry)
         order = self._served
         return min(
             free, key=lambda entry: (not entry.urgent, order.get(entry.copy.arena, 0)), default=None
