@@ -36,8 +36,18 @@ def test_cluster_plane_recovers_and_tells_its_moments(tmp_path: Path) -> None:
     assert one["adopted by the last"] <= one["recovery"]
 
 
+@pytest.mark.timeout(120)
+def test_experts_that_a_death_lost_are_in_place_before_the_survivors_go_on(tmp_path: Path) -> None:
+    words = ("--case", "lost-experts", "--kills", "1", "--unit-bytes", "4096")
+    (one,) = recoveries(tmp_path, *words)
+    assert one["proposed"] <= one["lost experts in place"] <= one["adopted by the last"]
+    assert one["adopted by the last"] <= one["recovery"]
+
+
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert recovery.main(["--plane", "local", "--kill", "hang"]) == 1
+    assert "use --plane cluster" in capsys.readouterr().err
+    assert recovery.main(["--plane", "local", "--case", "lost-experts"]) == 1
     assert "use --plane cluster" in capsys.readouterr().err
     assert recovery.main(["--launch", "inline"]) == 1
     assert "use --kill engine" in capsys.readouterr().err
