@@ -317,6 +317,10 @@ def _evolve(s: Situation, latest: View, change: _Change) -> NextView | str:
         table = admit(s.around, table, joiners, sorted((*members, *change.draining)), leaving)
     with_draining = table
     table = keep(table, ranks)
+    missing = lost_mask(table, experts)
+    if missing.any() and s.in_use:
+        # Whatever the latest view lacks by now, those who run the one before may still hold it.
+        table = restore(table, missing, ranks, [s.in_use[0].slot_expert])
     may = [m.rank for m in members if (m.rank, m.incarnation) not in s.cannot_load]
     lost = _to_restore(s, table, experts, may)
     repair = s.config.lost_experts is LostExperts.REFUSE or not change.dead

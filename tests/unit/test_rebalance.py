@@ -14,6 +14,7 @@ from elasticep.control.membership import Membership
 from elasticep.control.placement import EMPTY
 from elasticep.control.planning import Planned
 from elasticep.control.rebalance import Doing
+from elasticep.control.views import View
 from elasticep.errors import ConfigError, UsageError
 from elasticep.group import GroupConfig
 from elasticep.testing.balanced import POLICY, Balanced, hot_rank, skewed, swapped
@@ -436,6 +437,34 @@ def test_headway_beyond_the_total_counts_as_none() -> None:
         group.world.feed(beat)
         group.advance(1_000)
     assert group.world.view.epoch > epoch
+
+
+def test_a_move_that_nobody_can_supply_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert with one copy changes places: its old rank has it still when the new one fails."""
+    group = Balanced(experts=8, slots=4, spare_copies=0)
+    world = group.world
+    group.operate(Ask("import", swapped(world.view.placement)))
+    before, stage, refused = world.view, world.stage, []
+
+    def refusing(rank: int, view: View) -> None:
+        node, seat = world.seat(rank)
+        old, new = before.placement.slot_expert[:, rank], view.placement.slot_expert[:, rank]
+        places = np.argwhere((new != old) & (new != EMPTY)).tolist()
+        if view.epoch != before.epoch + 1 or not places:
+            stage(rank, view)
+            return
+        pairs = tuple((layer, int(new[layer, slot])) for layer, slot in places)
+        refused.append(pairs)
+        world.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch, "no source", pairs))
+
+    monkeypatch.setattr(world, "stage", refusing)
+    group.meets = False
+    group.advance(1_000)
+    assert refused
+    group.meets = True
+    group.advance(3_000)
+    assert world.membership.adopted_epoch == world.view.epoch > before.epoch + 1
+    assert [view.lost for view in world.proposed if view.lost] == []
 
 
 def test_an_answer_that_names_what_it_was_not_given_is_the_ranks_own_fault() -> None:
