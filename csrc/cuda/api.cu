@@ -80,7 +80,7 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
     // Few threads leave room on the SM for the next kernel, which then starts while this one waits.
     s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? 1024 : 512);
   } else if (payload == Payload::kNone) {
-    s.threads = 256;
+    s.threads = 512;
   } else {
     s.threads = threads_for(c.domain.hidden / 16, 512);
   }
@@ -119,12 +119,20 @@ DispatchArgs dispatch_args(const epc_context& c, const epc_dispatch_args& from, 
   return a;
 }
 
+// Tails and words for all rows, before the rows: where they go is known when they land. Coarser chunks than the rows'.
+int send_tails(const epc_context& c, DispatchArgs a, cudaStream_t s) {
+  a.exchange.gpu.chunks = a.exchange.gpu.early_chunks;
+  a.exchange.gpu.arrival = a.exchange.gpu.early;
+  EPC_TRY(launch_dispatch(a, Payload::kNone, dispatch_shape(c, a.exchange, Payload::kNone), s));
+  return 0;
+}
+
 // Rows are placed and copied while the link brings others.
 int dispatch_overlapped(epc_context* c, const DispatchArgs& a, ExpandArgs e, cudaStream_t s) {
   // A quarter of the SMs fills the link.
   const u32 budget = sm_budget(*c), pushers = share_of(budget, c->config.pinned_plan >> EPC_TUNE_PUSHERS & 0xff, 64);
   if (!(c->config.pinned_plan & EPC_TUNE_VIA_REGION)) e.own = a.x;
-  EPC_TRY(launch_dispatch(a, Payload::kNone, dispatch_shape(*c, a.exchange, Payload::kNone), s));
+  if (int bad = send_tails(*c, a, s)) return bad;
   EPC_TRY(launch_place(e, budget, s));
   EPC_TRY(launch_push_and_expand({a, e, pushers}, {budget, 0, 0, c->early}, s));
   return 0;
@@ -167,7 +175,14 @@ int dispatch(epc_context* c, const epc_dispatch_args* args, u32 half, void* stre
     if (payload == Payload::kBulk) payload = Payload::kRaw;
     EPC_TRY(launch_fused_dispatch({a, e}, payload, dispatch_shape(*c, *x, payload), s));
   } else {
-    EPC_TRY(launch_dispatch(a, payload, dispatch_shape(*c, *x, payload), s));
+    DispatchArgs rest = a;
+    if (x->gpu.overlap && half & kSend) {  // others may take the whole kernel's way, which begins with the tails
+      DispatchArgs tails = a;
+      tails.half = kSend;
+      if (int bad = send_tails(*c, tails, s)) return bad;
+      rest.domain.count_loads = 0;  // counted with the tails
+    }
+    EPC_TRY(launch_dispatch(rest, payload, dispatch_shape(*c, *x, payload), s));
     if (receives && x->at.expanded_rows) EPC_TRY(launch_expand(e, sm_budget(*c), s));
   }
   return receives ? count_rows(c, *x, s) : 0;
@@ -229,7 +244,7 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   const bool both = half == (kSend | kReceive), sums = expands(*x) && x->reduce == EP_REDUCE_PER_RANK;
   if (x->gpu.overlap && both && sm_budget(*c) > 1) {
     a.parts = 1;
-    const u32 pullers = share_of(sm_budget(*c), c->config.pinned_plan >> EPC_TUNE_PULLERS, 85);
+    const u32 pullers = share_of(sm_budget(*c), c->config.pinned_plan >> EPC_TUNE_PULLERS, 150);
     EPC_TRY(launch_reduce_and_pull({a, e, pullers}, {sm_budget(*c), 0, 0, c->early}, s));
     return 0;
   }

@@ -20,16 +20,17 @@ constexpr u32 kChunks = 128;      // chunks of an exchange unless its cap asks f
 constexpr u32 kFineRows = 8;      // rows of a chunk where arrival and expansion overlap
 constexpr u64 kOverlapBytes = 4u << 20;  // bytes of a full batch from which on they do
 constexpr u32 kNobody = 0xffffffffu;
+constexpr u32 kPlaceBlocks = 128, kPlaceRuns = 2048;  // expand.cu: blocks that find places, and runs up to which they do
 
 // GPU parts of one channel, behind the parts that both planes share. Row r of a source belongs to chunk r % chunks and
 // is bit r / chunks of its words, so that any number of tokens spreads over all thread blocks.
 struct GpuChannel {
   u64 arrival;  // [R][chunks] TaggedWord: tag, and which of the chunk's rows have come to the reader
-  u64 early;    // [R][chunks] TaggedWord: the same, when the tails have come but the rows may not have (overlap.cu)
+  u64 early;    // [R][early_chunks] TaggedWord: the same, when the tails have come but the rows may not have (overlap.cu)
   u64 tails;    // [R][source_rows][K] TaggedWord: tag, and slot | weight << 32
   u64 reduced;  // [R][units] u64 tag: that rank has summed its outputs for our rows of the unit (overlap.cu, fused.cu)
   u64 heads;    // [R] TaggedWord: tag, and tokens, layer and global scale of the source (Head)
-  u32 chunks;
+  u32 chunks, early_chunks;
   u32 overlap;  // 1: rows are expanded and outputs summed while others are on the link (overlap.cu)
   u32 fused;    // 1: small batches are expanded by the kernel that receives them (fused.cu)
   u32 sum_chunks, sum_parts;  // units of `reduced`: rows r % sum_chunks, and parts of their hidden size
@@ -141,6 +142,7 @@ struct ExpandArgs {
   int* relative;        // [R * source_rows][K] place inside the slot's run
   int* compact_ids;     // arrival with an exact count: ids and weights without gaps
   float* compact_weights;
+  u32* counted;         // [kPlaceBlocks][runs] rows of each run in a block's share (expand.cu); null: too many runs
   u8* dirty;            // contiguous: [expanded_rows] 1 = may hold something else than zeros
   const u8* own;        // this rank's rows as the engine gave them; null: they lie where the others' do
   u32 row_bytes, scale_bytes, early, layer;

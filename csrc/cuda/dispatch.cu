@@ -7,7 +7,7 @@ namespace epc {
 namespace {
 
 // A chunk of one row per source: a thread per (member, k) looks at flag and tail together.
-__device__ __forceinline__ bool receive_row(const DispatchArgs& a, const Now& now, u32 chunk, u64 cells) {
+__device__ __forceinline__ bool receive_row(const DispatchArgs& a, const Now& now, u32 chunk) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   u8* own = d.region(d.me);
@@ -20,7 +20,7 @@ __device__ __forceinline__ bool receive_row(const DispatchArgs& a, const Now& no
     auto tail_at = reinterpret_cast<const TaggedWord*>(own + x.gpu.tails) + at;
     TaggedWord tail{}, head{}, got{};
     if (d.state->mask[source / 32] >> (source % 32) & 1) {
-      auto cell = reinterpret_cast<const TaggedWord*>(own + cells) + u64(source) * x.gpu.chunks + chunk;
+      auto cell = reinterpret_cast<const TaggedWord*>(own + x.gpu.arrival) + u64(source) * x.gpu.chunks + chunk;
       ok = wait_for(d, cell, now.tag, source, kPhaseDispatch, x.index, &got, [&] {
         tail = load_relaxed(tail_at);
         if (speaks) head = load_relaxed(head_of(a, source));
@@ -36,12 +36,12 @@ __device__ __forceinline__ bool receive_row(const DispatchArgs& a, const Now& no
 }
 
 // Waits for this chunk of every member and writes the ids and weights of its rows.
-__device__ __forceinline__ bool receive_chunk(const DispatchArgs& a, const Now& now, u32 chunk, u64 cells, ChunkTargets& t) {
+__device__ __forceinline__ bool receive_chunk(const DispatchArgs& a, const Now& now, u32 chunk, ChunkTargets& t) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   const u32 rows = u32(x.at.source_rows), k = d.topk;
   const u32 per = rows > chunk ? (rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks : 0;
-  if (per == 1) return !__syncthreads_or(!receive_row(a, now, chunk, cells));
+  if (per == 1) return !__syncthreads_or(!receive_row(a, now, chunk));
   u8* own = d.region(d.me);
   for (u32 r = threadIdx.x; r < d.ranks; r += blockDim.x) {
     t.bits[r] = 0;
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool receive_chunk(const DispatchArgs& a, const Now& 
   __syncthreads();
   bool ok = true;
   if (threadIdx.x < now.members) {
-    auto cell = reinterpret_cast<const TaggedWord*>(own + cells) + u64(now.peer) * x.gpu.chunks + chunk;
+    auto cell = reinterpret_cast<const TaggedWord*>(own + x.gpu.arrival) + u64(now.peer) * x.gpu.chunks + chunk;
     TaggedWord got;
     ok = wait_for(d, cell, now.tag, now.peer, kPhaseDispatch, x.index, &got);
     if (ok) t.bits[now.peer] = got.word;
@@ -71,16 +71,13 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) dispatch_kernel(const __
   extern __shared__ __align__(128) u8 shared[];
   __shared__ SendShared s;
   const Exchange& x = a.exchange;
-  const u64 cells = Payload::kEarly ? x.gpu.early : x.gpu.arrival;
-  // Others may take the halves' or the whole kernel's way: they wait for either word.
-  const u64 more = x.gpu.overlap && !Payload::kEarly ? x.gpu.early : 0;
   Now now;
-  if (!send_rows<Payload>(a, shared, s, now, cells, more)) return;
+  if (!send_rows<Payload>(a, shared, s, now)) return;
   let_next_kernel_start();
   if (a.half & kReceive)
     for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += gridDim.x) {
       __syncthreads();
-      if (!receive_chunk(a, now, chunk, cells, s.targets)) return;
+      if (!receive_chunk(a, now, chunk, s.targets)) return;
     }
 }
 

@@ -67,7 +67,7 @@ enum epc_tuning {
   EPC_TUNE_WIDE = 1 << 10,     /* small batches: a thread per 16 bytes of a row in dispatch, instead of one per 32 */
   EPC_TUNE_WIDE_SUMS = 1 << 11, /* the same where outputs are summed */
   EPC_TUNE_PUSHERS = 16,       /* shift: of 256 blocks, how many keep the link busy in large expanded dispatches; 0: 64 */
-  EPC_TUNE_PULLERS = 24        /* shift: likewise in combines; 0: 85 */
+  EPC_TUNE_PULLERS = 24        /* shift: likewise in combines; 0: 150 */
 };
 
 typedef struct epc_context epc_context;

@@ -81,6 +81,77 @@ __global__ void __launch_bounds__(kPlaceThreads) place_kernel(const __grid_const
   let_next_kernel_start();
 }
 
+// The run of an entry, which is a choice of a row, or in arrival order a row.
+__device__ __forceinline__ u16 run_at(const ExpandArgs& a, u64 e) {
+  const Domain& d = a.domain;
+  const int* ids = reinterpret_cast<const int*>(d.region(d.me) + a.exchange.at.recv_ids);
+  if (a.exchange.layout != EP_LAYOUT_ARRIVAL) return u16(ids[e]);  // -1 is kNoSlot
+  bool come = false;
+  for (u32 j = 0; j < d.topk; ++j) come |= ids[e * d.topk + j] >= 0;
+  return come ? 0 : kNoSlot;
+}
+__device__ __forceinline__ u64 entries_of(const ExpandArgs& a) {
+  return total_rows(a.domain, a.exchange) * (a.exchange.layout == EP_LAYOUT_ARRIVAL ? 1 : a.domain.topk);
+}
+
+constexpr u32 kShareThreads = 512, kTile = 1024;
+
+// The same in two kernels where runs are few: each block has a share of the entries. First: how many of each run are in it.
+__global__ void __launch_bounds__(kShareThreads) count_runs_kernel(const __grid_constant__ ExpandArgs a) {
+  __shared__ u32 counts[kPlaceRuns];
+  wait_for_previous_kernel();
+  const Now now = read_now(a.domain, a.exchange);
+  if (__syncthreads_or(now.torn)) return;
+  const u32 runs = runs_of(a.domain, a.exchange);
+  for (u32 r = threadIdx.x; r < runs; r += blockDim.x) counts[r] = 0;
+  __syncthreads();
+  const u64 entries = entries_of(a), share = (entries + kPlaceBlocks - 1) / kPlaceBlocks, first = blockIdx.x * share;
+  for (u64 e = first + threadIdx.x; e < first + share && e < entries; e += blockDim.x)
+    if (const u16 run = run_at(a, e); run < runs) atomicAdd(counts + run, 1u);
+  __syncthreads();
+  for (u32 r = threadIdx.x; r < runs; r += blockDim.x) a.counted[blockIdx.x * runs + r] = counts[r];
+  let_next_kernel_start();
+}
+
+// Second: behind those of earlier blocks, in order.
+__global__ void __launch_bounds__(kShareThreads) place_share_kernel(const __grid_constant__ ExpandArgs a) {
+  __shared__ u32 base[kPlaceRuns], total[kPlaceRuns];
+  __shared__ __align__(16) u16 tile[kTile];
+  wait_for_previous_kernel();
+  const Now now = read_now(a.domain, a.exchange);
+  if (__syncthreads_or(now.torn)) return;
+  const u32 runs = runs_of(a.domain, a.exchange), lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  for (u32 r = threadIdx.x; r < runs; r += blockDim.x) base[r] = total[r] = 0;
+  __syncthreads();
+#pragma unroll 8
+  for (u32 i = threadIdx.x; i < runs * kPlaceBlocks; i += blockDim.x) {
+    const u32 n = a.counted[i], r = i % runs;
+    if (!n) continue;
+    atomicAdd(total + r, n);
+    if (i / runs < blockIdx.x) atomicAdd(base + r, n);
+  }
+  __syncthreads();
+  for (u32 r = threadIdx.x; blockIdx.x == 0 && r < runs; r += blockDim.x) slot_counts(a.domain, a.exchange)[r] = int(total[r]);
+  const u32 step = a.exchange.layout == EP_LAYOUT_ARRIVAL ? a.domain.topk : 1;
+  const u64 entries = entries_of(a), share = (entries + kPlaceBlocks - 1) / kPlaceBlocks;
+  const u64 end = min((blockIdx.x + 1) * share, entries);
+  for (u64 first = blockIdx.x * share; first < end; first += kTile) {
+    const u32 n = u32(min(end - first, u64(kTile)));
+    for (u32 i = threadIdx.x; i < kTile; i += blockDim.x) tile[i] = i < n ? run_at(a, first + i) : kNoSlot;
+    __syncthreads();
+    for (u32 i = threadIdx.x / 32; i < n; i += warps)
+      if (tile[i] < runs) {
+        const u32 place = base[tile[i]] + place_of(tile, i);
+        if (lane == 0) a.relative[(first + i) * step] = int(place);
+      }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x)
+      if (tile[i] < runs) atomicAdd(base + tile[i], 1u);
+    __syncthreads();
+  }
+  let_next_kernel_start();
+}
+
 // A warp per part of an arrived row: read once, written to each of its places.
 __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ ExpandArgs a) {
   extern __shared__ u32 offsets[];
@@ -226,12 +297,17 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
 }  // namespace
 
 cudaError_t load_expand() {
-  return first_of({load(place_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>),
+  return first_of({load(place_kernel), load(count_runs_kernel), load(place_share_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>),
                    load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel)});
 }
 
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
   const u32 runs = a.exchange.layout == EP_LAYOUT_ARRIVAL ? 1 : a.domain.slots;
+  if (a.counted) {
+    const Shape shape{kPlaceBlocks, kShareThreads, 0, a.early != 0};
+    const cudaError_t bad = launch(count_runs_kernel, a, shape, stream);
+    return bad != cudaSuccess ? bad : launch(place_share_kernel, a, shape, stream);
+  }
   return launch(place_kernel, a, Shape{runs < 2 * grid ? runs : 2 * grid, kPlaceThreads, 0, a.early != 0}, stream);
 }
 

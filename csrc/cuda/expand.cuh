@@ -9,9 +9,26 @@ namespace epc {
 constexpr u32 kPartVectors = 128;  // 16-byte words of a row that a warp moves at once
 constexpr u32 kReduceVectors = 64;
 constexpr u32 kPerThread = 8;    // entries that a thread looks at in one round
+constexpr u16 kNoSlot = 0xffff;
 constexpr u32 kAlignment = 128;  // rows; runs of the contiguous layout are padded to it
 
 __device__ __forceinline__ u64 total_rows(const Domain& d, const Exchange& x) { return u64(d.ranks) * x.at.source_rows; }
+
+// Entries before `e` with the same slot; a warp.
+__device__ __forceinline__ u32 place_of(const u16* ids, u32 e) {
+  const u32 lane = threadIdx.x % 32, both = u32(ids[e]) * 0x10001u;
+  u32 n = 0;
+  for (u32 group = lane; group * 8 < e; group += 32) {
+    const uint4 words = *reinterpret_cast<const uint4*>(ids + group * 8);
+    const u32 left = e - group * 8;
+    u32 hits = (__vcmpeq2(words.x, both) & 0x00010001u) | (__vcmpeq2(words.y, both) & 0x00010001u) << 1 |
+               (__vcmpeq2(words.z, both) & 0x00010001u) << 2 | (__vcmpeq2(words.w, both) & 0x00010001u) << 3;
+    // Bit i of a half: entry 2 * i (low half) or 2 * i + 1.
+    if (left < 8) hits &= ((1u << (left + 1) / 2) - 1) | ((1u << left / 2) - 1) << 16;
+    n += __popc(hits);
+  }
+  return __reduce_add_sync(~0u, n);
+}
 
 // Runs of a kernel: slots, or a single one for arrival order.
 __device__ __forceinline__ u32 runs_of(const Domain& d, const Exchange& x) { return x.layout == EP_LAYOUT_ARRIVAL ? 1 : d.slots; }
@@ -67,7 +84,7 @@ __device__ __forceinline__ u32 packed_scales(u32 dtype, const u8* from, u32 firs
 }
 
 // A warp writes the scales of one row of the layout; from null: zeros.
-__device__ __forceinline__ void put_scales(const ExpandArgs& a, u64 place, const u8* from) {
+static __device__ __noinline__ void put_scales(const ExpandArgs& a, u64 place, const u8* from) {
   const Exchange& x = a.exchange;
   u8* to = a.domain.region(a.domain.me) + x.at.expanded_scales;
   const u32 lane = threadIdx.x % 32;
@@ -110,8 +127,9 @@ struct Part {
 #pragma unroll
       for (u32 u = 0; u < kPartVectors / 32; ++u)
         if (v + u * 32 < vectors) store_stream(rows + u64(place) * a.row_bytes + (v + u * 32) * 16, value[u]);
-      if (a.scale_bytes && !part) put_scales(a, place, scales);
     }
+    if (!a.scale_bytes || part) return;
+    for (u32 bits = __ballot_sync(~0u, to >= 0); bits; bits &= bits - 1) put_scales(a, __shfl_sync(~0u, u32(to), __ffs(bits) - 1), scales);
   }
 };
 

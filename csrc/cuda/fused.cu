@@ -9,7 +9,6 @@ namespace epc {
 
 namespace {
 
-constexpr u16 kNoSlot = 0xffff;
 constexpr u32 kFusedThreads = 1024;
 
 struct Places {
@@ -62,86 +61,73 @@ __device__ __forceinline__ void read_table(const DispatchArgs& a, const Table& t
   const u8* own = d.region(d.me);
   for (u32 s = threadIdx.x; s < d.slots; s += blockDim.x) counts[s] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (u32 e = threadIdx.x; e < t.entries; e += blockDim.x) {
-    const u32 row = e / t.width, source = row / t.rows, r = row % t.rows;
-    u16 slot = kNoSlot;
-    if (bits[source * x.gpu.chunks + r % x.gpu.chunks] >> (r / x.gpu.chunks) & 1) {
-      const TaggedWord tail = load_relaxed(reinterpret_cast<const TaggedWord*>(own + x.gpu.tails) + u64(row) * d.topk + t.choice(d, e));
-      if (u32(tail.word) < d.slots) slot = u16(tail.word);
+  constexpr u32 kFlight = 4;  // tails asked for at once
+  for (u32 first = threadIdx.x; first < t.entries; first += blockDim.x * kFlight) {
+    const TaggedWord* at[kFlight];
+    u32 word[kFlight];
+#pragma unroll
+    for (u32 u = 0; u < kFlight; ++u) {
+      const u32 e = first + u * blockDim.x, row = e / t.width, source = row / t.rows, r = row % t.rows;
+      const bool here = e < t.entries && bits[source * x.gpu.chunks + r % x.gpu.chunks] >> (r / x.gpu.chunks) & 1;
+      at[u] = here ? reinterpret_cast<const TaggedWord*>(own + x.gpu.tails) + u64(row) * d.topk + t.choice(d, e) : nullptr;
     }
-    ids[e] = slot;
-    if (count && slot != kNoSlot) atomicAdd(counts + slot, 1);
+#pragma unroll
+    for (u32 u = 0; u < kFlight; ++u) word[u] = at[u] ? load_relaxed(reinterpret_cast<const u32*>(&at[u]->word)) : kNobody;
+#pragma unroll
+    for (u32 u = 0; u < kFlight; ++u) {
+      const u32 e = first + u * blockDim.x;
+      if (e >= t.entries) break;
+      ids[e] = word[u] < d.slots ? u16(word[u]) : kNoSlot;
+      if (count && word[u] < d.slots) atomicAdd(counts + word[u], 1);
+    }
   }
   for (u32 e = t.entries + threadIdx.x; e < (t.entries + 7) / 8 * 8; e += blockDim.x) ids[e] = kNoSlot;
   __syncthreads();
 }
 
-// Entries before `e` with the same slot; a warp.
-__device__ __forceinline__ u32 place_of(const u16* ids, u32 e) {
-  const u32 lane = threadIdx.x % 32, both = u32(ids[e]) * 0x10001u;
-  u32 n = 0;
-  for (u32 group = lane; group * 8 < e; group += 32) {
-    const uint4 words = *reinterpret_cast<const uint4*>(ids + group * 8);
-    const u32 left = e - group * 8;
-    u32 hits = (__vcmpeq2(words.x, both) & 0x00010001u) | (__vcmpeq2(words.y, both) & 0x00010001u) << 1 |
-               (__vcmpeq2(words.z, both) & 0x00010001u) << 2 | (__vcmpeq2(words.w, both) & 0x00010001u) << 3;
-    // Bit i of a half: entry 2 * i (low half) or 2 * i + 1.
-    if (left < 8) hits &= ((1u << (left + 1) / 2) - 1) | ((1u << left / 2) - 1) << 16;
-    n += __popc(hits);
-  }
-  return __reduce_add_sync(~0u, n);
-}
-
-// The rows of one chunk: their places and copies, ids and weights. early: the first part that this warp will move, if
-// it is loaded.
-__device__ __forceinline__ void expand_chunk(const FusedArgs& p, const Table& t, u32 chunk, const u64* bits, const u16* ids, const u32* offsets,
-                                             int* places, bool loaded, const Part& early) {
+// A share of every source's rows: their places and copies, ids and weights. Of each source another chunk, so that few rows
+// spread over all blocks.
+__device__ __forceinline__ void expand_chunk(const FusedArgs& p, const Table& t, u32 share, const u64* bits, const u16* ids, const u32* offsets,
+                                             int* places) {
   const DispatchArgs& a = p.dispatch;
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   u8* own = d.region(d.me);
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
-  const u32 per = (t.rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks, n = d.ranks * per;
-  auto row_of = [&](u32 i) { return i / per * t.rows + chunk + i % per * x.gpu.chunks; };
+  const u32 chunks = x.gpu.chunks, per = (t.rows + chunks - 1) / chunks, n = d.ranks * per;
+  // kNobody: there is no such row.
+  auto row_of = [&](u32 i) {
+    const u32 source = i / per, r = (share + source * chunks / d.ranks) % chunks + i % per * chunks;
+    return r < t.rows ? source * t.rows + r : kNobody;
+  };
   for (u32 item = threadIdx.x / 32; item < n * t.width; item += warps) {
-    const u32 e = row_of(item / t.width) * t.width + item % t.width;
+    const u32 row = row_of(item / t.width), e = row * t.width + item % t.width;
     int to = -1;
-    if (ids[e] != kNoSlot) to = row_place(x, ids[e], int(place_of(ids, e)), offsets);
+    if (row != kNobody && ids[e] != kNoSlot) to = row_place(x, ids[e], int(place_of(ids, e)), offsets);
     if (lane == 0) places[item] = to;
   }
   __syncthreads();
   const u32 parts = (p.expand.row_bytes / 16 + kPartVectors - 1) / kPartVectors;
   for (u32 item = threadIdx.x / 32; item < n * parts; item += warps) {
     const u32 i = item / parts, row = row_of(i);
+    if (row == kNobody) continue;
     const u32 only = row % t.rows % k;  // where every copy has a row of its own
     const bool mine = t.width == 1 ? lane == only : lane < k;
     const int to = mine ? places[t.width == 1 ? i : i * k + lane] : -1;
     if (lane < k && item % parts == 0) reinterpret_cast<int*>(own + x.at.expanded_of)[u64(row) * k + lane] = to;
     if (!__any_sync(~0u, to >= 0)) continue;
-    Part moved = early;
-    if (!loaded || item != threadIdx.x / 32) moved.load(p.expand, own + x.at.rows + u64(row) * p.expand.row_bytes, item % parts);
+    Part moved;
+    moved.load(p.expand, own + x.at.rows + u64(row) * p.expand.row_bytes, item % parts);
     moved.store(p.expand, own + x.at.scales + u64(row) * p.expand.scale_bytes, to, item % parts);
   }
   for (u32 item = threadIdx.x; item < n * k; item += blockDim.x) {
     const u32 row = row_of(item / k);
+    if (row == kNobody) continue;
     const u64 at = u64(row) * k + item % k;
-    const bool here = bits[row / t.rows * x.gpu.chunks + chunk] >> (row % t.rows / x.gpu.chunks) & 1;
+    const bool here = bits[row / t.rows * x.gpu.chunks + row % t.rows % x.gpu.chunks] >> (row % t.rows / x.gpu.chunks) & 1;
     note_tail(a, at, here, here ? load_relaxed(reinterpret_cast<const TaggedWord*>(own + x.gpu.tails) + at) : TaggedWord{});
   }
   __syncthreads();
-}
-
-// The part that this warp moves first, asked for while the places are being found: whether the row came shows then.
-__device__ __forceinline__ bool load_early(const FusedArgs& p, const Table& t, Part& part) {
-  const Domain& d = p.dispatch.domain;
-  const Exchange& x = p.dispatch.exchange;
-  const u32 chunk = blockIdx.x, warp = threadIdx.x / 32, per = (t.rows - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
-  const u32 parts = (p.expand.row_bytes / 16 + kPartVectors - 1) / kPartVectors;
-  if (warp >= d.ranks * per * parts) return false;
-  const u32 i = warp / parts, row = i / per * t.rows + chunk + i % per * x.gpu.chunks;
-  part.load(p.expand, d.region(d.me) + x.at.rows + u64(row) * p.expand.row_bytes, warp % parts);
-  return true;
 }
 
 template <class Payload>
@@ -152,7 +138,7 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   Now now;
-  if (!send_rows<Payload>(a, nullptr, s.send, now, x.gpu.arrival, 0)) return;
+  if (!send_rows<Payload>(a, nullptr, s.send, now)) return;
   let_next_kernel_start();
   __syncthreads();
   const Table t(d, x);
@@ -160,8 +146,6 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
   u16* ids = reinterpret_cast<u16*>(shared);
   int* places = reinterpret_cast<int*>(shared + (t.entries + 7) / 8 * 16);
   if (!await_all(a, now, bits)) return;
-  Part early{};
-  const bool loaded = load_early(p, t, early);
   // A masked block has its place whatever the others have: only one thread block needs the counts.
   const bool contiguous = x.layout == EP_LAYOUT_CONTIGUOUS, counts = contiguous || blockIdx.x == 0;
   read_table(a, t, bits, ids, s.places.counts, counts);
@@ -179,7 +163,7 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
   const u32 warps = blockDim.x / 32;
   if (contiguous) label_rows(p.expand, s.places.counts, s.places.offsets, (blockIdx.x + 1) * warps - 1 - threadIdx.x / 32, gridDim.x * warps);
   for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += gridDim.x)
-    expand_chunk(p, t, chunk, bits, ids, s.places.offsets, places, loaded && chunk == blockIdx.x, early);
+    expand_chunk(p, t, chunk, bits, ids, s.places.offsets, places);
 }
 
 // What a unit sums for one token: the outputs here, in top-k order.
@@ -189,38 +173,48 @@ struct Sum {
   float weight[EP_MAX_TOPK];
 };
 
-// Sums one part of this rank's outputs for the tokens of a chunk of every source, and says so.
-template <class Element>
-__device__ __forceinline__ void sum_unit(const FusedCombineArgs& p, const Now& now, u32 unit, Sum* sums, u32& rows) {
-  const CombineArgs& a = p.combine;
-  const Domain& d = a.domain;
-  const Exchange& x = a.exchange;
-  u8* own = d.region(d.me);
-  constexpr u32 kE = Element::kElements;
-  const u32 lane = threadIdx.x % 32, chunk = unit / x.gpu.sum_parts, part = unit % x.gpu.sum_parts, stride = x.gpu.sum_chunks;
-  const u32 per = (x.cap - chunk + stride - 1) / stride, n = d.ranks * per;
-  auto token_of = [&](u32 i) { return (d.me + 1 + i / per) % d.ranks * x.cap + chunk + i % per * stride; };
-  if (threadIdx.x == 0) rows = 0;
+// Rows that are summed here, in shared memory: those of other homes, and behind all of theirs the own ones.
+struct SumShared {
+  Owed owed;
+  u32 others, own;
+};
+
+// Notes what a unit sums, from the ids and places of its tokens. Rows of tokens that are there lie close together: in
+// small batches most are not.
+__device__ __forceinline__ void list_sums(const FusedCombineArgs& p, u32 unit, Sum* sums, SumShared& s) {
+  const Domain& d = p.combine.domain;
+  const Exchange& x = p.combine.exchange;
+  const u8* own = d.region(d.me);
+  const u32 lane = threadIdx.x % 32, chunk = unit / x.gpu.sum_parts, stride = x.gpu.sum_chunks;
+  const u32 per = (x.cap - chunk + stride - 1) / stride, n = d.ranks * per, behind = n - per;
+  if (threadIdx.x == 0) s.others = s.own = 0;
   __syncthreads();
-  // Rows of tokens that are there, close together: in small batches most are not.
   for (u32 i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
-    const u32 source = token_of(i) / x.cap;
-    const TokenOutputs t = outputs_of(p.expand, token_of(i));
+    const u32 source = (d.me + 1 + i / per) % d.ranks, token = source * x.cap + chunk + i % per * stride;
+    const TokenOutputs t = outputs_of(p.expand, token);
     const bool owed = t.place >= 0 && d.state->mask[source / 32] >> (source % 32) & 1;
     const u32 have = __ballot_sync(~0u, owed);
     if (!have) continue;
-    u32 to = lane == 0 ? atomicAdd(&rows, 1u) : 0;
+    u32 to = 0;
+    if (lane == 0) to = source == d.me ? behind + atomicAdd(&s.own, 1u) : atomicAdd(&s.others, 1u);
     to = __shfl_sync(~0u, to, 0);
     if (owed) {
       const u32 at = __popc(have & ((1u << lane) - 1));
       sums[to].row[at] = own + x.at.y + u64(t.place) * x.at.y_row_bytes;
       sums[to].weight[at] = t.weight;
     }
-    if (lane == 0) sums[to].count = __popc(have), sums[to].token = token_of(i);
+    if (lane == 0) sums[to].count = __popc(have), sums[to].token = token;
   }
-  __syncthreads();
-  const u32 vectors = u32(x.at.y_row_bytes / 16), begin = vectors * part / x.gpu.sum_parts, width = vectors * (part + 1) / x.gpu.sum_parts - begin;
-  constexpr u32 kFlight = 8;  // rows asked for at once
+}
+
+// Sums `rows` of them, this unit's part.
+template <class Element>
+__device__ __forceinline__ void sum_rows(const FusedCombineArgs& p, u32 unit, const Sum* sums, u32 rows) {
+  const Exchange& x = p.combine.exchange;
+  u8* own = p.combine.domain.region(p.combine.domain.me);
+  constexpr u32 kE = Element::kElements, kFlight = 8;  // rows asked for at once
+  const u32 part = unit % x.gpu.sum_parts, vectors = u32(x.at.y_row_bytes / 16);
+  const u32 begin = vectors * part / x.gpu.sum_parts, width = vectors * (part + 1) / x.gpu.sum_parts - begin;
   for (u32 item = threadIdx.x; item < rows * width; item += blockDim.x) {
     const Sum& s = sums[item / width];
     const u32 v = begin + item % width;
@@ -235,11 +229,26 @@ __device__ __forceinline__ void sum_unit(const FusedCombineArgs& p, const Now& n
     }
     store_sums<kE>(own + x.at.y_reduced + u64(s.token) * x.at.y_row_bytes, v * kE, acc, x.combine_dtype);
   }
+}
+
+// Sums a unit: first for the others, who are told, then for this rank's own tokens while the words travel. False: torn.
+template <class Element>
+__device__ __forceinline__ bool sum_unit(const FusedCombineArgs& p, const Now& now, u32 unit, Sum* sums, SumShared& s) {
+  const Domain& d = p.combine.domain;
+  const Exchange& x = p.combine.exchange;
+  list_sums(p, unit, sums, s);
+  if (__syncthreads_or(now.torn)) return false;
+  sum_rows<Element>(p, unit, sums, s.others);
   __syncthreads();
-  if (threadIdx.x >= now.members) return;
-  fence_system();
-  const u32 units = x.gpu.sum_chunks * x.gpu.sum_parts;
-  store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * units + unit, now.tag);
+  if (threadIdx.x < now.members) {
+    fence_system();
+    const u32 units = x.gpu.sum_chunks * x.gpu.sum_parts;
+    store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * units + unit, now.tag);
+  }
+  const u32 chunk = unit / x.gpu.sum_parts, per = (x.cap - chunk + x.gpu.sum_chunks - 1) / x.gpu.sum_chunks;
+  sum_rows<Element>(p, unit, sums + (d.ranks - 1) * per, s.own);
+  __syncthreads();
+  return true;
 }
 
 // Pulls one part of the own tokens of a chunk. False: torn.
@@ -253,7 +262,7 @@ __device__ __forceinline__ bool pull_unit(const CombineArgs& a, const Now& now, 
     const u32 n = first < a.tokens ? min(kBatch, (a.tokens - first + stride - 1) / stride) : 0;
     list_owed(a, first, n, stride, owed, true);
     bool ok = true;
-    if (!waited && threadIdx.x < now.members) {
+    if (!waited && threadIdx.x < now.members && now.peer != d.me) {
       u64 got;
       auto flag = reinterpret_cast<const u64*>(d.region(d.me) + x.gpu.reduced) + u64(now.peer) * units + unit;
       ok = wait_for(d, flag, now.tag, now.peer, kPhaseCombine, x.index, &got);
@@ -269,23 +278,20 @@ __device__ __forceinline__ bool pull_unit(const CombineArgs& a, const Now& now, 
 template <class Element>
 __global__ void __launch_bounds__(kFusedThreads, 1) fused_combine_kernel(const __grid_constant__ FusedCombineArgs p) {
   extern __shared__ __align__(128) u8 shared[];
-  __shared__ Owed owed;
-  __shared__ u32 rows;
+  __shared__ SumShared s;
   const CombineArgs& a = p.combine;
   const Exchange& x = a.exchange;
   Now now = read_now(a.domain, x);  // as in combine_kernel
   wait_for_previous_kernel();
   now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
   count_exchange(a, now);
-  if (__syncthreads_or(now.torn)) return;
   const u32 units = x.gpu.sum_chunks * x.gpu.sum_parts;
-  for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    sum_unit<Element>(p, now, unit, reinterpret_cast<Sum*>(shared), rows);
-    __syncthreads();
-  }
+  Sum* sums = reinterpret_cast<Sum*>(shared);
   for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x)
-    if (!pull_unit<Element>(a, now, unit, owed)) return;
-  announce_summed(a, now, gridDim.x);  // nobody is held up by it who waits for units
+    if (!sum_unit<Element>(p, now, unit, sums, s)) return;
+  announce_summed(a, now, gridDim.x);
+  for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x)
+    if (!pull_unit<Element>(a, now, unit, s.owed)) return;
   let_next_kernel_start();
 }
 

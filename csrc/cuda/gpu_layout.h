@@ -46,12 +46,13 @@ inline int make_gpu_layout(const ep_geometry& g, GpuLayout* out) {
       const ep_exchange_config& x = g.exchange[i];
       l.overlap = overlaps(x, out->base.channel[i][c]);
       l.chunks = chunks_of(out->base.channel[i][c].source_rows, l.overlap);
+      l.early_chunks = l.overlap ? chunks_of(out->base.channel[i][c].source_rows, false) : 0;
       l.fused = !l.overlap && fuses(g, x, out->base.channel[i][c]);
       const bool sums = x.reduce == EP_REDUCE_PER_RANK && x.combine_dtype <= EP_BF16 && (l.overlap || l.fused);
       l.sum_parts = l.fused && x.max_tokens > 1 ? 2 : 1;
       l.sum_chunks = !sums ? 0 : l.overlap ? l.chunks : x.max_tokens < kSumUnits / l.sum_parts ? x.max_tokens : kSumUnits / l.sum_parts;
       l.arrival = take(u64(g.max_ranks) * l.chunks * 16);
-      l.early = take(l.overlap ? u64(g.max_ranks) * l.chunks * 16 : 0);
+      l.early = take(u64(g.max_ranks) * l.early_chunks * 16);
       l.reduced = take(u64(g.max_ranks) * l.sum_chunks * l.sum_parts * 8);
       l.heads = take(u64(g.max_ranks) * 16);
       l.tails = take(u64(g.max_ranks) * out->base.channel[i][c].source_rows * g.topk * 16);

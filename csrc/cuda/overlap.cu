@@ -34,7 +34,7 @@ __device__ __forceinline__ void push_chunks(const PushArgs& p, const Now& now, u
     __syncthreads();
     rows.push(a, c, targets);
     __syncthreads();
-    announce(a, now, c, targets, a.exchange.gpu.arrival, 0, false);
+    announce(a, now, c, targets, false);
     __syncthreads();
   }
 }
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_and_expand_kernel(const __gr
   let_next_kernel_start();
 }
 
-// Sums this rank's outputs of every chunk, other ranks' rows first, and tells their homes.
+// Sums this rank's outputs of every chunk for the other ranks, and tells them. Its own it adds when it pulls.
 template <class Element>
 __device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now) {
   const Domain& d = p.combine.domain;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now)
   const u32 parts = (u32(x.at.y_row_bytes / 16) + kReduceVectors - 1) / kReduceVectors;
   for (u32 chunk = block; chunk < x.gpu.chunks; chunk += blocks) {
     const u32 per = (x.cap - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
-    for (u32 item = threadIdx.x / 32; item < d.ranks * per * parts; item += warps) {
+    for (u32 item = threadIdx.x / 32; item < (d.ranks - 1) * per * parts; item += warps) {
       const u32 part = item % parts, i = item / parts % per, source = (d.me + 1 + item / parts / per) % d.ranks;
       if (d.state->mask[source / 32] >> (source % 32) & 1)
         reduce_part<Element>(p.expand, source * x.cap + chunk + i * x.gpu.chunks, part * kReduceVectors);
@@ -124,9 +124,9 @@ __device__ __forceinline__ void pull_chunks(const PullArgs& p, const Now& now, u
   rows.attach(shared);
   for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += p.pullers) {
     const u32 n = a.tokens > chunk ? (a.tokens - chunk + x.gpu.chunks - 1) / x.gpu.chunks : 0;
-    list_owed(a, chunk, n, x.gpu.chunks, owed, true);
+    list_owed<true>(a, chunk, n, x.gpu.chunks, owed, true);
     bool ok = true;
-    if (threadIdx.x < now.members) {
+    if (threadIdx.x < now.members && now.peer != d.me) {
       u64 got;
       auto flag = reinterpret_cast<const u64*>(d.region(d.me) + x.gpu.reduced) + u64(now.peer) * x.gpu.chunks + chunk;
       ok = wait_for(d, flag, now.tag, now.peer, kPhaseCombine, x.index, &got);

@@ -29,7 +29,17 @@ __device__ __forceinline__ u32 output_row(const CombineArgs& a, u32 g, u32 token
   return !expands && per_expert ? at * d.topk + k : at;
 }
 
-// A warp per token.
+// The same for an output of this rank itself that is not summed before.
+__device__ __forceinline__ u32 own_place(const CombineArgs& a, u32 token, u32 k) {
+  const Domain& d = a.domain;
+  const u64 at = (u64(d.me) * a.exchange.at.source_rows + token) * d.topk + k;
+  const u32 place = reinterpret_cast<const u32*>(d.region(d.me) + a.exchange.at.expanded_of)[at];
+  return place < a.exchange.at.expanded_rows ? place : kNobody;
+}
+
+// A warp per token. kOwnSingly: this rank's own outputs are not summed before, but listed one by one (by expert, sums per
+// rank).
+template <bool kOwnSingly = false>
 __device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n, u32 stride, Owed& owed, bool remote) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
@@ -42,23 +52,27 @@ __device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n
   for (u32 i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
     const u32 token = first + i * stride;
     const u32 served = lane < k ? x.route[u64(token) * k + lane] : kNobody;
-    const float weight = per_expert && lane < k ? x.route_weights[u64(token) * k + lane] : 1.f;
     const u32 rank = served >> 16;
     bool owes = served != kNobody;
+    const bool single = kOwnSingly && owes && rank == d.me;
+    const float weight = (per_expert || single) && lane < k ? x.route_weights[u64(token) * k + lane] : 1.f;
     u32 place;
     if (each) {
       place = __popc(__ballot_sync(~0u, owes) & ((1u << lane) - 1));
     } else {
       const Mask m = gather_mask(served, d.ranks);
       const u32 same = __match_any_sync(~0u, owes ? rank : 0x10000u + lane);
-      owes = owes && u32(__ffs(same)) == lane + 1;
+      const u32 singles = kOwnSingly ? __ballot_sync(~0u, single) : 0;
+      owes = single || (owes && u32(__ffs(same)) == lane + 1);
       place = owes ? m.below(rank) : 0;
+      if (single) place += __popc(singles & ((1u << lane) - 1));
+      else if (singles && d.me < rank) place += __popc(singles) - 1;
     }
     u32 row = kNobody;
-    if (owes && remote) row = output_row(a, rank, token, lane);
+    if (owes && remote) row = single ? own_place(a, token, lane) : output_row(a, rank, token, lane);
     const u32 total = __popc(__ballot_sync(~0u, owes));
     if (owes) {
-      owed.row[i][place] = row == kNobody ? nullptr : d.region(rank) + y + u64(row) * a.row_bytes;
+      owed.row[i][place] = row == kNobody ? nullptr : d.region(rank) + (single ? x.at.y : y) + u64(row) * a.row_bytes;
       owed.weight[i][place] = weight;
     }
     if (lane == 0) owed.count[i] = total;
@@ -66,18 +80,17 @@ __device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n
 }
 
 // After a block's last unit: whoever is the last of `blocks` says that all outputs are ready, for those who wait for that.
+// One thread of the last warp, which has nothing else to do while words are on their way.
 __device__ __forceinline__ void announce_summed(const CombineArgs& a, const Now& now, u32 blocks) {
+  if (threadIdx.x != blockDim.x - 32) return;
   const Domain& d = a.domain;
-  __syncthreads();
-  u32 last = 0;
-  if (threadIdx.x == 0) {
-    fence_system();
-    last = atomicAdd(&d.state->summed[a.exchange.channel], 1u) == blocks - 1;
-    if (last) d.state->summed[a.exchange.channel] = 0;
-  }
-  if (!__syncthreads_or(last) || threadIdx.x >= now.members) return;
+  State* s = d.state;
   fence_system();
-  store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
+  if (atomicAdd(&s->summed[a.exchange.channel], 1u) != blocks - 1) return;
+  s->summed[a.exchange.channel] = 0;
+  fence_system();
+  for (u32 i = 0; i < now.members; ++i)
+    store_relaxed(reinterpret_cast<u64*>(d.region(s->member[i]) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
 }
 
 // Every block has read this exchange's number; the next kernel sees the next one.

@@ -24,7 +24,6 @@ __device__ __forceinline__ Chunk chunk_of(u32 index, u32 chunks, u32 rows) {
 // All rows of a chunk, 16 bytes per thread and step; the next two loads are in flight while one is stored.
 struct RawRows {
   static constexpr u32 kMaxThreads = 1024;
-  static constexpr bool kEarly = false;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void abandon() {}
@@ -83,7 +82,6 @@ struct RawRows {
 // few SMs fill the link and no register holds a row.
 struct BulkRows {
   static constexpr u32 kMaxThreads = 512;  // the first kBulkWarps warps move rows, all route them
-  static constexpr bool kEarly = false;
   u8* ring;
   u64* full;
   u32 taken, loaded, next;  // pieces this warp has stored and asked for so far; the next one of its chunk
@@ -155,8 +153,7 @@ __device__ __forceinline__ u32 head_tokens(u64 head) { return u32(head) & 0x3fff
 __device__ __forceinline__ u32 head_layer(u64 head) { return u32(head) >> 18; }
 
 // One word per member: the rows of this chunk that came to it. Fenced, so that whoever reads it has the rows too.
-__device__ __forceinline__ void announce(const DispatchArgs& a, const Now& now, const Chunk& c, const ChunkTargets& t, u64 cells, u64 more,
-                                         bool head) {
+__device__ __forceinline__ void announce(const DispatchArgs& a, const Now& now, const Chunk& c, const ChunkTargets& t, bool head) {
   const Domain& d = a.domain;
   if (threadIdx.x >= now.members) return;
   const u32 g = now.peer;
@@ -165,8 +162,7 @@ __device__ __forceinline__ void announce(const DispatchArgs& a, const Now& now, 
   if (c.index == 0 && head) store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + a.exchange.gpu.heads) + d.me, {now.tag, make_head(a)});
   fence_system();
   const u64 at = (u64(d.me) * a.exchange.gpu.chunks + c.index) * sizeof(TaggedWord);
-  store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + cells + at), {now.tag, bits});
-  if (more) store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + more + at), {now.tag, bits});
+  store_relaxed(reinterpret_cast<TaggedWord*>(d.region(g) + a.exchange.gpu.arrival + at), {now.tag, bits});
 }
 
 }  // namespace epc

@@ -95,7 +95,6 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
 // Tails only: the rows follow in a kernel of their own (overlap.cu).
 struct NoRows {
   static constexpr u32 kMaxThreads = 512;
-  static constexpr bool kEarly = true;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
@@ -107,7 +106,6 @@ struct NoRows {
 template <class T>
 struct QuantisedRows {
   static constexpr u32 kMaxThreads = 512;
-  static constexpr bool kEarly = false;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
@@ -139,10 +137,9 @@ struct QuantisedRows {
   }
 };
 
-// All that a block sends in a dispatch. `now` is filled. False: the step is torn. cells: where each chunk is announced;
-// more: a second place for the same words, or 0.
+// All that a block sends in a dispatch. `now` is filled. False: the step is torn.
 template <class Payload>
-__device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, SendShared& s, Now& now, u64 cells, u64 more) {
+__device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, SendShared& s, Now& now) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   const u32 rows = a.tokens * x.rows_per_token;
@@ -176,7 +173,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
     }
     payload.push(a, c, s.targets);
     __syncthreads();
-    announce(a, now, c, s.targets, cells, more, true);
+    announce(a, now, c, s.targets, true);
     const u32 following = c.index + gridDim.x;
     if (following >= x.gpu.chunks) return true;
     c = chunk_of(following, x.gpu.chunks, rows);

@@ -9,6 +9,7 @@ import click
 
 BENCHES: Final = {
     "exchange": "dispatch + combine beside gloo, MPI and NCCL",
+    "gpus": "all of it on a machine of several GPUs, in one run",
     "placement": "the planner beside public ones",
     "recovery": "from a kill to the first complete step, phase by phase",
     "steady": "what fault tolerance costs when nothing fails",

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import click
 import torch
@@ -21,10 +21,18 @@ import torch.distributed as dist
 
 from elasticep.bench import fleet_cuda
 from elasticep.bench.device_cuda import arrived, dispatch_args
+from elasticep.bench.exchange_cuda_cases import (
+    DECODE_CAP,
+    MODELS,
+    VARIANTS,
+    Batch,
+    groups,
+    model_geometry,
+    remote_bytes,
+)
 from elasticep.errors import ElasticEPError
 from elasticep.native import abi
 from elasticep.native import cuda as native
-from elasticep.wire import WireDtype
 
 LINK_GB_S: Final = 358.0
 """Store rate of NVLink between two H200 measured with all SMs, one direction."""
@@ -32,40 +40,10 @@ FLAG_US: Final = 1.31
 """One flag across the link, measured."""
 FLUSH_BYTES: Final = 256 << 20
 SLEEP_CYCLES: Final = 1_500_000
-DECODE_CAP: Final = 128
-PREFILL_CAP: Final = 4096
-MODELS: Final[dict[str, tuple[int, int, int]]] = {
-    "deepseek-v4.1-flash": (5120, 384, 6),
-    "deepseek-v3": (7168, 256, 8),
-}
-"""Hidden, experts, top-k."""
 
 
 class BenchError(ElasticEPError):
     """A measurement that says nothing: the timed step was torn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """An exchange as it is timed.
-
-    Attributes:
-        name: as printed.
-        layout: in what order rows are handed to the expert kernel.
-        dispatch: wire format out.
-    """
-
-    name: str
-    layout: abi.RowLayout
-    dispatch: abi.Dtype
-
-
-VARIANTS: Final = (
-    Variant("ROUTED", abi.RowLayout.ROUTED, abi.Dtype.BF16),
-    Variant("ROUTED fp8", abi.RowLayout.ROUTED, abi.Dtype.FP8),
-    Variant("EXPAND masked", abi.RowLayout.MASKED, abi.Dtype.BF16),
-    Variant("EXPAND contiguous", abi.RowLayout.CONTIGUOUS, abi.Dtype.BF16),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,57 +62,40 @@ class Line:
     nccl_us: float
 
 
-def prefill_cap(variant: Variant) -> int:
-    """Cap of the larger exchange; a masked block per expert grows with slots x ranks x cap."""
-    return 512 if variant.layout == abi.RowLayout.MASKED else PREFILL_CAP
-
-
-def model_geometry(hidden: int, experts: int, topk: int, ranks: int) -> bytes:
-    """A group with every variant as a decode and a prefill exchange."""
-    g = abi.Geometry(
-        layers=1,
-        experts=experts,
-        topk=topk,
-        hidden=hidden,
-        slots=-(-experts // ranks),
-        max_ranks=ranks,
-        exchanges=2 * len(VARIANTS),
-        launch=int(abi.Launch.INLINE),
-    )
-    for i, v in enumerate(VARIANTS):
-        for j, cap in enumerate((DECODE_CAP, prefill_cap(v))):
-            g.exchange[2 * i + j] = abi.ExchangeConfig(
-                copies=int(abi.Copies.PER_RANK),
-                layout=int(v.layout),
-                dispatch_dtype=int(v.dispatch),
-                combine_dtype=int(abi.Dtype.BF16),
-                reduce=int(abi.Reduce.PER_RANK),
-                max_tokens=cap,
-                channels=1,
-            )
-    return bytes(g)
+def spread(values: list[float]) -> list[float]:
+    """The maximum over ranks of each value."""
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(values, device=where)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(v) for v in tensor.tolist()]
 
 
 class Timer:
-    """Times calls as described above; every rank calls it with the same arguments."""
+    """Times calls as described above; every rank calls it with the same arguments. Ranks that
+    share a GPU are aligned by the step barrier alone, and take turns on it: such times say that
+    a run works, and nothing else."""
 
     def __init__(self, context: native.CudaContext, runs: int) -> None:
         self.context = context
         self.runs = runs
+        self.alone = dist.get_backend() == "nccl"
+        self.warm = 3 if self.alone else 1
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self.one = torch.ones(1, device="cuda")
 
     def __call__(self, calls: Sequence[Callable[[], object]], tokens: int) -> list[float]:
         """Median of each call and, last, of all of them without a gap; maximum over ranks."""
         spans: list[list[float]] = [[] for _ in range(len(calls) + 1)]
-        for i in range(2 * (self.runs + 3)):
+        for i in range(2 * (self.runs + self.warm)):
             split = i % 2 == 0
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
             stream = torch.cuda.current_stream().cuda_stream
             self.flush.zero_()
-            torch.cuda._sleep(SLEEP_CYCLES)
+            if self.alone:
+                torch.cuda._sleep(SLEEP_CYCLES)
             self.context.step_begin(tokens, stream)
-            dist.all_reduce(self.one)
+            if self.alone:
+                dist.all_reduce(self.one)
             marks[0].record()
             for j, call in enumerate(calls):
                 call()
@@ -143,16 +104,14 @@ class Timer:
             marks[-1].record()
             self.context.step_end(stream)
             torch.cuda.synchronize()
-            if i < 6:
+            if i < 2 * self.warm:
                 continue
             if not split:
                 spans[-1].append(marks[0].elapsed_time(marks[-1]) * 1e3)
                 continue
             for j in range(len(calls)):
                 spans[j].append(marks[j].elapsed_time(marks[j + 1]) * 1e3)
-        values = torch.tensor([statistics.median(s) for s in spans], device="cuda")
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return [float(v) for v in values.tolist()]
+        return spread([statistics.median(s) for s in spans])
 
 
 def steady_us(context: native.CudaContext, pair: Callable[[], None], tokens: int) -> float:
@@ -186,17 +145,7 @@ def steady_us(context: native.CudaContext, pair: Callable[[], None], tokens: int
         if i >= 4:
             spans[full].append(begin.elapsed_time(end) * 1e3)
     one_pair = (statistics.median(spans[True]) - statistics.median(spans[False])) / repeats
-    value = torch.tensor([one_pair], device="cuda")
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
-
-
-def remote_rows(ids: torch.Tensor, experts: int, ranks: int, me: int) -> int:
-    """(token, rank) pairs whose rank is not this one."""
-    owner = ids // -(-experts // ranks)
-    hit = torch.zeros(ids.shape[0], ranks, dtype=torch.bool, device=ids.device)
-    hit.scatter_(1, owner, True)
-    return int(hit.sum() - hit[:, me].sum())
+    return spread([one_pair])[0]
 
 
 def connect(member: fleet_cuda.Member, port: int) -> tuple[int, native.CudaContext]:
@@ -204,38 +153,19 @@ def connect(member: fleet_cuda.Member, port: int) -> tuple[int, native.CudaConte
     ((rank, context),) = member.contexts.items()
     if not dist.is_initialized():
         torch.cuda.set_device(member.device)
+        shared = member.spec.sharing(member.index) > 1  # NCCL wants a GPU for each rank
         dist.init_process_group(
-            "nccl",
+            "gloo" if shared else "nccl",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=len(member.spec.ranks()),
-            device_id=torch.device("cuda", member.device),
+            device_id=None if shared else torch.device("cuda", member.device),
         )
     g = member.spec.shape()
     ranks = member.spec.ranks()
     experts, weights = fleet_cuda.uniform_placement(g, ranks)
     context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
     return rank, context
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One rank's rows, routing and result."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-    @classmethod
-    def random(cls, tokens: int, hidden: int, experts: int, topk: int, seed: int) -> Self:
-        """Normal rows and uniform routing."""
-        generator = torch.Generator("cuda").manual_seed(seed)
-        x = torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16()
-        scores = torch.randn(tokens, experts, device="cuda", generator=generator)
-        ids = scores.topk(topk, -1)[1].int()
-        weights = torch.rand(tokens, topk, device="cuda", generator=generator)
-        return cls(x, ids, weights, torch.empty_like(x))
 
 
 def time_nccl(timer: Timer, batch: Batch, ranks: int) -> float:
@@ -286,6 +216,7 @@ def time_model(
     num_sms: int = 0,
     extras: bool = True,
     compare: str = "",
+    tuning: int = 0,
 ) -> list[dict[str, Any]]:
     """Runs in every child: all lines of one model.
 
@@ -293,29 +224,29 @@ def time_model(
         BenchError: a timed step was torn.
     """
     rank, context = connect(member, port)
-    context.tune(native.Plan(plan), num_sms)
+    context.tune(native.Plan(plan), num_sms, native.Tuning(tuning))
     hidden, experts, topk = MODELS[model]
     ranks = len(member.spec.ranks())
     timer = Timer(context, runs)
+    extras = extras and timer.alone
+    chosen = [v for v in VARIANTS if v.name in variants]
     lines = []
     for count in tokens:
         batch = Batch.random(count, hidden, experts, topk, seed=100 + rank)
         nccl = time_nccl(timer, batch, ranks) if extras else 0.0
-        remote = remote_rows(batch.ids, experts, ranks, rank)
         fixed = {"model": model, "tokens": count, "nccl_us": nccl}
         if compare:
             make = runpy.run_path(compare)["make"]
             pair = make(rank, ranks, batch.x, batch.ids, batch.weights, batch.out)
             times = timer(list(pair), count)
-            moved = remote * hidden * 4
+            moved = remote_bytes(VARIANTS[0], batch.ids, experts, ranks, hidden)
             lines.append(_line(Path(compare).stem, times, 0.0, moved, fixed))
-        for i, v in enumerate(VARIANTS):
-            if v.name not in variants or count > prefill_cap(v):
+        for i, v in enumerate(chosen):
+            if count > max(v.caps):
                 continue
-            index = 2 * i + (count > DECODE_CAP)
-            times, graph = time_exchange(timer, index, batch, extras)
-            there = WireDtype(v.dispatch.name.lower()).row_bytes(hidden)
-            lines.append(_line(v.name, times, graph, remote * (there + hidden * 2), fixed))
+            times, graph = time_exchange(timer, 2 * i + (count > DECODE_CAP), batch, extras)
+            moved = remote_bytes(v, batch.ids, experts, ranks, hidden)
+            lines.append(_line(v.name, times, graph, moved, fixed))
     return lines
 
 
@@ -344,22 +275,27 @@ def free_port() -> int:
 
 
 def measure(
-    models: list[str], tokens: list[int], variants: list[str], **options: Any
+    models: list[str], tokens: list[int], variants: list[str], ranks: int = 2, **options: Any
 ) -> list[dict[str, Any]]:
-    """All lines of `models`, from two processes on two GPUs."""
+    """All lines of `models`, from a process per rank on as many GPUs as there are."""
     lines: list[dict[str, Any]] = []
+    gpus = min(native.device_count(), ranks)
     for model in models:
-        spec = fleet_cuda.FleetSpec(
-            geometry=model_geometry(*MODELS[model], ranks=2),
-            devices=(0, 1),
-            seats=((0,), (1,)),
-        )
-        with fleet_cuda.Fleet(spec) as fleet:
-            arguments = {"model": model, "tokens": tokens, "variants": variants}
-            target = "elasticep.bench.exchange_cuda:time_model"
-            results = fleet.run(target, 300.0, port=free_port(), **arguments, **options)
-            lines += results[0]
-    return lines
+        for together in groups(variants):
+            spec = fleet_cuda.FleetSpec(
+                geometry=model_geometry(*MODELS[model], ranks=ranks, variants=together),
+                devices=tuple(r % gpus for r in range(ranks)),
+                seats=tuple((r,) for r in range(ranks)),
+                exchange_timeout_ms=60_000,
+                step_timeout_ms=60_000,
+            )
+            with fleet_cuda.Fleet(spec) as fleet:
+                target = "elasticep.bench.exchange_cuda:time_model"
+                names = [v.name for v in together]
+                arguments = {"model": model, "tokens": tokens, "variants": names}
+                results = fleet.run(target, 300.0, port=free_port(), **arguments, **options)
+                lines += results[0]
+    return sorted(lines, key=lambda x: (models.index(x["model"]), x["tokens"]))
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -371,7 +307,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows += [
         f"| {x['model']} | {x['variant']} | {x['tokens']} | {x['total_us']:.1f} | "
         f"{x['dispatch_us']:.1f} | {x['combine_us']:.1f} | {x['graph_us']:.1f} | "
-        f"{x['limit_us']:.1f} | {x['nccl_us']:.1f} |"
+        f"{x['limit_us']:.1f} | {x['nccl_us'] or float('nan'):.1f} |"
         for x in lines
     ]
     return "\n".join(rows)
@@ -410,6 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 64, 128, 512, 4096])
     names = [v.name for v in VARIANTS]
     parser.add_argument("--variants", nargs="*", default=names, choices=names)
+    parser.add_argument("--ranks", type=int, default=2, help="one per GPU, in turn if fewer")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--num-sms", type=int, default=0)
     parser.add_argument(
@@ -421,11 +358,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the lines to this file as well")
     parser.add_argument("--png", type=Path, help="draw them into this file")
     given = parser.parse_args(list(arguments))
-    if native.device_count() < 2:
-        click.echo("bench exchange --device cuda needs two CUDA devices", err=True)
+    if native.device_count() < 1:
+        click.echo("bench exchange --device cuda needs a CUDA device", err=True)
         return 1
     compare = str(given.compare.resolve()) if given.compare else ""
-    options = {"runs": given.runs, "num_sms": given.num_sms, "compare": compare}
+    options: dict[str, Any] = {"runs": given.runs, "num_sms": given.num_sms, "compare": compare}
+    options["ranks"] = given.ranks
     lines = measure(given.models, given.tokens, given.variants, **options)
     if given.json:
         given.json.write_text(json.dumps(lines, indent=1))
