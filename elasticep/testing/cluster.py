@@ -242,7 +242,7 @@ class Cluster:
         self._control.close()
         if self.folder.exists():  # the supervisor was killed: do its work
             end_users_of(self.folder)
-            remove_folder(self.folder)
+        remove_folder(self.folder)  # what keeps it from being swept stays when a supervisor does it
 
     def __enter__(self) -> Self:
         try:
