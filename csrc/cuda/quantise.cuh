@@ -2,7 +2,10 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"  // in the header itself
 #include <cuda_fp4.h>
+#pragma GCC diagnostic pop
 #include <cuda_fp8.h>
 
 #include "ptx.cuh"
