@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticep.control.joining import fill_joiners
 from elasticep.control.placement import (
     EMPTY,
     Placement,
     Plan,
     PlanPolicy,
     RankInfo,
-    SlotShortage,
     plan,
     resplit,
 )
-from elasticep.control.repair import BoolArray, fill_lost, keep, lost_mask
+from elasticep.control.repair import BoolArray, keep, lost_mask
 from elasticep.control.tables import Int32Array
 from elasticep.control.views import Member
 from elasticep.group import GroupConfig
@@ -110,13 +110,22 @@ def first_placement(around: Around, members: Collection[Member]) -> Placement:
     return made.placement
 
 
-def split(around: Around, table: Int32Array, members: Collection[Member]) -> Placement:
-    """Split tokens over the copies of a slot table as well as they allow; moves nothing."""
-    held = Placement(
-        experts=around.config.geometry.experts,
-        slot_expert=table,
-        slot_weight=np.zeros(table.shape, np.uint32),
-    )
+def split(
+    around: Around, table: Int32Array, members: Collection[Member], before: Placement | None = None
+) -> Placement:
+    """Split tokens over the copies of a slot table as well as they allow; moves nothing.
+
+    Args:
+        around: the group.
+        table: the slots.
+        members: who is there.
+        before: a placement whose split is where to begin: little is to do when most of it stays.
+    """
+    weight = np.zeros(table.shape, np.uint32)
+    if before is not None:
+        same = (table == before.slot_expert) & (table != EMPTY)
+        weight[same] = before.slot_weight[same]
+    held = Placement(experts=around.config.geometry.experts, slot_expert=table, slot_weight=weight)
     infos = around.infos(members, whole=True)
     return resplit(around.tokens, infos, held, plan_policy(around.config)).placement
 
@@ -128,9 +137,9 @@ def admit(
     members: Collection[Member],
     draining: Collection[int],
 ) -> Int32Array:
-    """The table with the joiners' slots filled as a plan for all members fills them.
+    """The table with the joiners' slots filled (see `fill_joiners`).
 
-    Slots of members that stay are not touched: what else the plan would change follows in the
+    Slots of members that stay are not touched: what a plan would do better follows in the
     background, when the joiners serve.
 
     Args:
@@ -140,18 +149,18 @@ def admit(
         members: of the new view, joiners and draining ones included.
         draining: ranks that are about to leave.
     """
-    geometry = around.config.geometry
-    admitted = keep(table, {member.rank for member in members} - set(joiners))
-    held = split(around, admitted, members)
-    try:
-        planned = target(around, held, members, draining).placement.slot_expert
-    except SlotShortage:  # even with the joiners; what they can hold is more than nothing
-        usable = np.zeros(table.shape, np.bool_)
-        usable[:, list(joiners)] = True
-        return fill_lost(admitted, lost_mask(admitted, geometry.experts), usable)
-    for rank in joiners:
-        admitted[:, rank] = planned[:, rank]
-    return admitted
+    others = {member.rank for member in members} - set(joiners)
+    policy = plan_policy(around.config)
+    return fill_joiners(
+        keep(table, others),
+        around.tokens,
+        {i.rank: i.slots for i in around.infos(members, draining) if i.rank in joiners},
+        {member.rank: member.node for member in members},
+        sorted(others - set(draining)),
+        cover=policy.cover,
+        fill=policy.fill,
+        refused=around.refused,
+    )
 
 
 def target(
@@ -182,7 +191,7 @@ def target(
         after = _without(after, lost_mask(previous.slot_expert, after.experts) & around.refused)
     alive = {member.rank for member in members}
     if len(alive) < placement.max_ranks:
-        previous = split(around, keep(previous.slot_expert, alive), members)
+        previous = split(around, keep(previous.slot_expert, alive), members, previous)
     return replace(made, placement=after, previous=previous)
 
 

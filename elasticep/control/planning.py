@@ -13,7 +13,7 @@ from elasticep.control.views import Member, View
 from elasticep.errors import ElasticEPError
 from elasticep.group import GroupConfig
 
-INLINE_CELLS = 1 << 16  # layers x experts x ranks up to which a plan takes no time worth a thread
+INLINE_CELLS = 1 << 14  # layers x experts x ranks up to which a plan takes some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class PlanJob:
 
     def _without(self, made: Plan, layers: Collection[int]) -> Plan:
         """The plan, with tokens only split anew in layers whose moves have no place to pass."""
-        kept = split(self.around, self.view.placement.slot_expert, self.view.members)
+        now = self.view.placement
+        kept = split(self.around, now.slot_expert, self.view.members, now)
         expert, weight = made.placement.slot_expert.copy(), made.placement.slot_weight.copy()
         expert[list(layers)] = kept.slot_expert[list(layers)]
         weight[list(layers)] = kept.slot_weight[list(layers)]
@@ -216,6 +217,8 @@ class Planned:
         if self.after.single < self.before.single:
             better = self.before.single - self.after.single
             return True, f"{better} experts get a second copy: {change}, {cost}"
+        if self.job.around.loads is None:
+            return False, "no load is known yet, so there is none to balance"
         if self.before.mean <= policy.target:
             return False, f"balanced ({change}; target {policy.target:g})"
         if self.gain < policy.min_gain:

@@ -347,7 +347,7 @@ def _evolve(s: Situation, latest: View, change: _Change) -> NextView | str:
                 table = roomy
     if members == list(latest.members) and np.array_equal(table, latest.placement.slot_expert):
         return ""
-    placement = split(s.around, table, members)
+    placement = split(s.around, table, members, latest.placement)
     return NextView(
         members=tuple(members),
         placement=placement,

@@ -8,6 +8,7 @@ term: the state is read anew from the store by whoever leads next.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -93,7 +94,9 @@ class Term:
             name: m.view for name, m in self.cluster.groups.items() if m.view is not None
         }
         self._changed = asyncio.Event()
-        self._plans: set[asyncio.Task[None]] = set()
+        # One thread: a plan that hangs costs that one, however often it is given up and made anew.
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._plans: dict[str, asyncio.Task[None]] = {}
         self.over = False
         self._show_ages()
         self._heartbeat = ControllerMessage(
@@ -137,8 +140,9 @@ class Term:
         over = NotLeader("this controller does not lead any more; connect to the next leader")
         for session in list(self._sessions.values()):
             session.close(over)
-        for task in self._plans:
+        for task in self._plans.values():
             task.cancel()
+        self._planner.shutdown(wait=False, cancel_futures=True)
         while not self._commits.empty():
             self._commits.get_nowait().done.cancel()
         self._changed.set()
@@ -204,7 +208,10 @@ class Term:
 
     async def plan(self, job: PlanJob) -> Planned:
         """Make a plan that is only looked at."""
-        return self._planned(job) if job.small else await asyncio.to_thread(self._planned, job)
+        return self._planned(job) if job.small else await self._aside(job)
+
+    def _aside(self, job: PlanJob) -> "asyncio.Future[Planned]":
+        return asyncio.get_running_loop().run_in_executor(self._planner, self._planned, job)
 
     async def rebalance(self, group: str, event: Ask | Pause | Resume) -> None:
         """What an operator wants of the background; returns once that is in the store."""
@@ -393,12 +400,13 @@ class Term:
                 planned = self._planned(job)
                 self._guarded(lambda p=planned: self.cluster.planned(p, self.now_ms()))  # type: ignore[misc]
                 continue
-            task = asyncio.ensure_future(self._plan_aside(job))
-            self._plans.add(task)
-            task.add_done_callback(self._plans.discard)
+            given_up = self._plans.get(job.view.group)
+            if given_up is not None:
+                given_up.cancel()  # if it did not begin, it never does
+            self._plans[job.view.group] = asyncio.ensure_future(self._plan_aside(job))
 
     async def _plan_aside(self, job: PlanJob) -> None:
-        planned = await asyncio.to_thread(self._planned, job)
+        planned = await self._aside(job)
         if not self.over:
             self._guarded(lambda: self.cluster.planned(planned, self.now_ms()))
 

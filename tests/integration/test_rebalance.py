@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from elasticep.control import records
 from elasticep.control.controller import Controller
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planfile import export_json
+from elasticep.control.planning import PlanJob, Planned
 from elasticep.errors import ConfigError, PlacementError, UnknownGroup, UsageError
 from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2 as pb
@@ -319,5 +322,38 @@ def test_metrics_tell_balance_and_the_age_of_the_background(run_memory: Run) -> 
             assert value("rebalance_moves_total") >= 0
             assert 0 <= value("rebalance_age_seconds") < 5
             await until(lambda: 1.0 <= value("imbalance") < 1.1, "the gauge follows")
+
+    run_memory(scenario)
+
+
+def test_case_16_plans_that_hang_cost_one_thread_and_end_with_it(
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given up and made anew; what is given up before it began is never made."""
+    go_on = threading.Event()
+    real, began = PlanJob.run, []
+
+    def hangs(job: PlanJob) -> Planned:
+        began.append(job)
+        go_on.wait(60)
+        return real(job)
+
+    monkeypatch.setattr(PlanJob, "run", hangs)
+    monkeypatch.setattr(PlanJob, "small", property(lambda _: False))
+    policy = replace(POLICY, stuck_ms=1_000)
+
+    async def scenario(bench: Bench) -> None:
+        async with serving(bench, config(policy)) as (controller, engines):
+            engines.count(engines.hot())
+            assert controller.term is not None
+            rebalancer = controller.term.cluster.background["g"].rebalancer
+            try:
+                await until(lambda: rebalancer.stuck == 2, "two plans were given up")
+                assert len(began) == 1
+                threads = [t for t in threading.enumerate() if t.name.startswith("plan")]
+                assert len(threads) == 1
+            finally:
+                go_on.set()
+            await until(lambda: completed(controller) > 0, "the next one is carried out")
 
     run_memory(scenario)
