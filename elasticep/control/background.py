@@ -1,6 +1,7 @@
 """What goes on behind a group's membership: its load, and moving experts by it. Pure."""
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from elasticep.control import events as ev
 from elasticep.control.arrange import Around
@@ -11,6 +12,8 @@ from elasticep.control.placement import Placement, PlanPolicy
 from elasticep.control.planning import Figures, PlanJob, Planned, group_policy
 from elasticep.control.rebalance import Rebalancer
 from elasticep.errors import UsageError
+
+SAVE_LOADS_MS: Final = 600_000  # the next leader has newer ones within some windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,10 @@ class Background:
     def __init__(self, membership: Membership, saved: ev.SaveRebalance | None, now_ms: int) -> None:
         self._group = membership
         geometry, policy = membership.config.geometry, membership.config.rebalance
-        self.loads = GroupLoads(geometry.layers, geometry.experts, policy.window_ms, now_ms)
+        self.loads = GroupLoads(
+            geometry.layers, geometry.experts, policy.window_ms, now_ms, membership.loads
+        )
+        self._save_loads_ms = now_ms
         self.rebalancer = Rebalancer.new(saved, now_ms)
 
     def load(self, report: ev.LoadReport) -> Outcome:
@@ -120,9 +126,13 @@ class Background:
         """Time has passed. Returns what is to be done, and a plan that is to be made."""
         outcomes = []
         if self.loads.tick(now_ms):
-            window = self._group.handle(ev.Loads(self.loads.tokens()), now_ms)
+            tokens = self.loads.tokens()
+            window = self._group.handle(ev.Loads(tokens), now_ms)
             view = self._group.view
-            if view is not None:
+            if tokens is not None and now_ms >= self._save_loads_ms:
+                window.writes.append(ev.SaveLoads(tokens))
+                self._save_loads_ms = now_ms + SAVE_LOADS_MS
+            if tokens is not None and view is not None:
                 now = Figures.of(view.placement, self.around, view.ranks)
                 window.note("load.window", imbalance=round(now.mean, 4), worst=round(now.worst, 4))
             outcomes.append(window)

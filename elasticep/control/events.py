@@ -301,7 +301,14 @@ class SavePolicies:
     policies: Policies
 
 
-Write: TypeAlias = SaveView | SaveSeat | SaveAdopted | SaveRebalance | SavePolicies
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveLoads:
+    """Write what placements are planned for, int64 [layers, experts]."""
+
+    tokens: "NDArray[np.int64]"
+
+
+Write: TypeAlias = SaveView | SaveSeat | SaveAdopted | SaveRebalance | SavePolicies | SaveLoads
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ _MOST_AT_ONCE = 1 << 32  # in one report
 MAX_HALF_LIFE = 10_000
 MAX_REPORT_BYTES = 1 << 20
 HALF_LIFE = 4  # windows
-_MOST_ROLLS = 256  # after a long pause older counts are gone anyway
 
 Int64Array = NDArray[np.int64]
 
@@ -85,6 +84,15 @@ class LoadWindow:
         """Drop a rank's last counters once its seat is empty; what it counted stays."""
         self._seen.pop(rank, None)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing was counted in the current window."""
+        return not self._current.any()
+
+    def restore(self, loads: Int64Array) -> None:
+        """Take over what another window held."""
+        self._past = np.minimum(loads, _MOST) * _UNIT
+
     def roll(self) -> Int64Array:
         """End the window. Returns its counts [layers, experts]; the past fades by one window."""
         ended = np.minimum(self._current, _MOST)  # whatever nodes say, sums stay within 64 bits
@@ -130,14 +138,26 @@ class GroupLoads:
     first is past: it is not added to any window. A new incarnation on the same memory goes on
     where the last one stopped.
 
+    A window without any count does not fade the past: that nobody asks anything says nothing about
+    which experts will be asked for. When so few tokens come that they say little, the last loads
+    that were known stay.
+
     Args:
         layers: layers counted.
         experts: logical experts per layer.
         window_ms: length of a window.
         now_ms: the time.
+        saved: the loads that an earlier leader left, int64 [layers, experts]; None: none.
     """
 
-    def __init__(self, layers: int, experts: int, window_ms: int, now_ms: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        window_ms: int,
+        now_ms: int,
+        saved: Int64Array | None = None,
+    ) -> None:
         self.window = LoadWindow(layers, experts, HALF_LIFE)
         self.window_ms = window_ms
         self.counted = 0  # tokens x top-k over all layers since this leader leads
@@ -145,6 +165,9 @@ class GroupLoads:
         self._shape = (layers, experts)
         self._began_ms = now_ms
         self._known: dict[int, _Counters] = {}
+        self._last = saved
+        if saved is not None:
+            self.window.restore(saved)
 
     def report(
         self,
@@ -214,17 +237,21 @@ class GroupLoads:
         return new
 
     def tick(self, now_ms: int) -> bool:
-        """Time has passed; whether a window ended."""
+        """Time has passed; whether a window ended. `rolls` says whether there was news in it."""
         ended = (now_ms - self._began_ms) // self.window_ms
         if ended <= 0:
             return False
-        for _ in range(min(ended, _MOST_ROLLS)):
-            self.window.roll()
         self._began_ms += ended * self.window_ms
-        self.rolls += ended
+        if not self.window.quiet:
+            self.window.roll()
+            self.rolls += 1
         return True
 
     def tokens(self) -> Int64Array | None:
-        """What to plan for, int64 [layers, experts]; None: fewer tokens than experts were seen."""
+        """What to plan for, int64 [layers, experts]; None: never were more tokens than experts
+        seen.
+        """
         loads = self.window.loads()
-        return loads if int(loads.sum()) >= loads.size else None
+        if int(loads.sum()) >= loads.size:
+            self._last = loads
+        return self._last

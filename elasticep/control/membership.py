@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticep.control import events as ev
+from elasticep.control.arrange import Int64Array
 from elasticep.control.decisions import settle
 from elasticep.control.events import Outcome, SeatReport, SeatState
 from elasticep.control.placement import EMPTY, SlotShortage
@@ -114,6 +115,11 @@ class Membership:
     def domains(self) -> dict[str, str]:
         """Node -> domain; not to be changed by others."""
         return self._s.domains
+
+    @property
+    def loads(self) -> Int64Array | None:
+        """The tokens to plan for, int64 [layers, experts]; None: not known."""
+        return self._s.loads
 
     @property
     def refused(self) -> BoolArray | None:

@@ -131,8 +131,9 @@ class Rebalancer:
     _answers: bool = False  # what is planned or run is for what is asked
     _failures: int = 0
     _not_before_ms: int = 0
-    _judged: tuple[int, int] = (0, -1)  # epoch and load window of the last plan
-    _single: int = -1  # experts with one copy that the last plan of this epoch could not help
+    _judged: object = None  # what the last judgement was about
+    _single: int = -1  # experts with one copy that the last plan could not help, in this epoch:
+    _single_epoch: int = 0
     _job: PlanJob | None = field(default=None, repr=False)
 
     @classmethod
@@ -230,20 +231,23 @@ class Rebalancer:
             if quiet_ms < policy.settle_ms or now_ms < self._not_before_ms:
                 self.why = "it is too early after the last view or rebalance"
                 return None
-            if self._judged == (view.epoch, loads.rolls):
+            about = (view.epoch, loads.rolls, group.cannot_load)
+            if self._judged == about:
                 return None
+            self._judged = about
             now = Figures.of(view.placement, around, view.ranks)
-            if view.epoch != self._judged[0]:
-                self._single = -1
+            if view.epoch != self._single_epoch:
+                self._single, self._single_epoch = -1, view.epoch
             cover = group.config.spare_copies >= 1 and now.single != self._single
-            self._judged = (view.epoch, loads.rolls)
             lost = _restorable(view.placement, group.refused)
-            if not (cover and now.single) and not lost and now.mean <= policy.target:
+            uneven = around.loads is not None and now.mean > policy.target
+            if not (cover and now.single) and not lost and not uneven:
                 self.why = f"balanced (imbalance {now.mean:.3f}, target {policy.target:g})"
+                if around.loads is None:
+                    self.why = "no load is known yet"
                 return None
         elif now_ms < self._not_before_ms:
             return None
-        self._judged = (view.epoch, loads.rolls)
         self._job = PlanJob(
             around=around,
             view=view,
@@ -263,13 +267,14 @@ class Rebalancer:
         view = group.view
         if view is None or view.epoch != planned.job.view.epoch or group.quiet_ms(now_ms) < 0:
             self.why = "another view came while the plan was made"
-            self._judged = (0, -1)
+            self._judged = None
             return
         go, self.why = planned.verdict()
         out.note("rebalance.planned", go=go, reason=self.why)
         if not go:
-            self._single = planned.after.single
+            self._single, self._single_epoch = planned.after.single, view.epoch
             if planned.error:
+                self._judged = None
                 self._pause_after_failure(now_ms)
             self._answered(out)
             return
@@ -340,8 +345,7 @@ class Rebalancer:
         interval_ms = planned.job.around.config.rebalance.min_interval_ms
         self._not_before_ms = now_ms + interval_ms
         self._end(f"done: {run.why}")
-        self._single = planned.after.single
-        self._judged = (run.base_epoch, -1)
+        self._single, self._single_epoch = planned.after.single, run.base_epoch
         out.note(
             "rebalance.done",
             imbalance_before=round(planned.before.mean, 4),
@@ -377,7 +381,7 @@ class Rebalancer:
         self.run = self._job = None
         self.doing, self.why = Doing.IDLE, why
         self.loaded_bytes = 0
-        self._judged = (0, -1)
+        self._judged = None
 
 
 def _restorable(placement: Placement, refused: BoolArray | None) -> bool:

@@ -10,6 +10,7 @@
                                                    ended_unix_ms}
     /elasticep/v1/groups/<group>/history/<epoch>  {sentence, members, expelled, at_unix_ms}
     /elasticep/v1/groups/<group>/rebalance        {paused, asked, placement}: what an operator wants
+    /elasticep/v1/groups/<group>/loads            tokens of every (layer, expert), compressed
 
 One leader serves all groups, because a node has one session for all of them. Only the leader key
 has a lease: incarnations and endpoints must outlive every process that wrote them.
@@ -22,7 +23,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from elasticep.control import events as ev
 from elasticep.control.placement import Placement
@@ -112,6 +115,8 @@ def operations(group: str, write: ev.Write, at: Moment) -> list[Put | Delete]:
         placement = base64.b64encode(write.placement).decode()
         content = {"paused": write.paused, "asked": write.asked, "placement": placement}
         return [Put(f"{base}/rebalance", _json(content))]
+    if isinstance(write, ev.SaveLoads):
+        return [Put(f"{base}/loads", zlib.compress(write.tokens.astype("<i8").tobytes(), level=1))]
     view = write.view
     history = {
         "sentence": view.describe(),
@@ -155,7 +160,9 @@ def load(items: Iterable[KeyValue], at: Moment) -> Loaded:
 
 
 def _saved(config: GroupConfig, keys: dict[str, KeyValue], at: Moment) -> Saved:
-    view = adopted = policies = None
+    view = adopted = policies = loads = None
+    if "loads" in keys:
+        loads = _read(keys["loads"], lambda value: _loads(config, value))
     if "policies" in keys:
         policies = _read(keys["policies"], lambda value: _policies(config, value))
     if "view" in keys:
@@ -177,6 +184,7 @@ def _saved(config: GroupConfig, keys: dict[str, KeyValue], at: Moment) -> Saved:
         ),
         rebalance=_read(keys["rebalance"], _rebalance) if "rebalance" in keys else None,
         policies=policies,
+        loads=loads,
     )
 
 
@@ -203,6 +211,15 @@ def _view(config: GroupConfig, value: bytes) -> View:
     inflate = zlib.decompressobj()
     content = inflate.decompress(value, _MAX_VIEW_BYTES)
     return View.from_proto(config.geometry, types_pb2.View.FromString(content))
+
+
+def _loads(config: GroupConfig, value: bytes) -> NDArray[np.int64]:
+    shape = (config.geometry.layers, config.geometry.experts)
+    content = zlib.decompressobj().decompress(value, shape[0] * shape[1] * 8 + 1)
+    tokens = np.frombuffer(content, "<i8").astype(np.int64).reshape(shape)
+    if int(tokens.min()) < 0:
+        raise ValueError("a count is below 0")
+    return tokens
 
 
 def _policies(config: GroupConfig, value: bytes) -> Policies:

@@ -28,6 +28,7 @@ class Saved:
     history: tuple[str, ...] = ()
     rebalance: ev.SaveRebalance | None = None
     policies: Policies | None = None
+    loads: Int64Array | None = None
 
 
 @dataclass(slots=True)
@@ -114,6 +115,7 @@ class GroupState:
         view = saved.view
         self.view, self.adopted, self.adopted_ms = view, saved.adopted, now_ms
         self.history.extend(saved.history)
+        self.loads = saved.loads
         for record in saved.seats:
             if record.rank in self.seats:
                 self._restore_seat(self.seats[record.rank], record, now_ms)

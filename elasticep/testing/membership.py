@@ -88,6 +88,7 @@ class World:
         self.saved_seats: dict[int, ev.SaveSeat] = {}
         self.saved_policies: Policies | None = None
         self.saved_rebalance: ev.SaveRebalance | None = None
+        self.saved_loads: ev.SaveLoads | None = None
         self.proposed: list[View] = []
         self.notices: list[ev.Notice] = []
         self.told: dict[str, Policies] = {}  # node -> what it heard last
@@ -116,6 +117,8 @@ class World:
                 self.saved_policies = write.policies
             elif isinstance(write, ev.SaveRebalance):
                 self.saved_rebalance = write
+            elif isinstance(write, ev.SaveLoads):
+                self.saved_loads = write
             elif isinstance(write, ev.SaveSeat):
                 self.saved_seats[write.rank] = write
         self._send(out.after)
@@ -139,7 +142,9 @@ class World:
         seats = tuple(self.saved_seats[rank] for rank in sorted(self.saved_seats))
         history = self.membership.history
         saved = Saved(
-            *(self.saved_view, self.saved_adopted, seats, history), policies=self.saved_policies
+            *(self.saved_view, self.saved_adopted, seats, history),
+            policies=self.saved_policies,
+            loads=self.saved_loads.tokens if self.saved_loads is not None else None,
         )
         self.membership = Membership(self.config, self.now_ms, saved)
         for node in self.nodes.values():
