@@ -16,7 +16,8 @@
     │   ├── UnknownRank        the daemon does not hold that rank
     │   └── SeatTaken          another engine holds that rank
     ├── Unavailable            controller or store cannot be reached within the deadline
-    │   └── NotLeader          this controller does not lead
+    │   ├── NotLeader          this controller does not lead
+    │   └── Busy               it serves as many as it may; try again
     ├── Fenced                 this rank was expelled; its work does not count
     ├── StepTimeout            a barrier or exchange did not end within its deadline
     ├── StepTorn               this step does not count; its `with` block takes this error in
@@ -134,6 +135,12 @@ class NotLeader(Unavailable):
     """This controller does not lead, or lost the lead while writing."""
 
     reason = "NOT_LEADER"
+
+
+class Busy(Unavailable):
+    """Whoever was asked serves as many as it may at a time; ask again."""
+
+    reason = "BUSY"
 
 
 class Fenced(ElasticEPError):

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -118,22 +119,39 @@ class TensorFile:
             )
         return StoredTensor(name, known, tuple(shape), self._data_start + start, end - start)
 
-    def read_into(self, start: int, pieces: list[memoryview]) -> None:
-        """Read bytes from `start` on into `pieces`, one after another, without the GIL.
+    def open(self) -> FileIO:
+        """The file for `read_into`, if it is still the same; to be closed by the caller.
 
         Raises:
-            CheckpointError: the file is shorter, another than when it was opened, or unreadable.
+            CheckpointError: it is another one, or cannot be opened.
         """
         try:
-            with self.path.open("rb", buffering=0) as file:
-                if _identity_of(file.fileno()) != self._identity:
-                    raise CheckpointError(
-                        f"{self.path} was changed since it was opened; checkpoints that serve must "
-                        "stay as they are. Restart with the new one"
-                    )
-                for piece in pieces:
-                    self._read_piece(file.fileno(), start, piece)
-                    start += len(piece)
+            file = FileIO(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        if _identity_of(file.fileno()) != self._identity:
+            file.close()
+            raise CheckpointError(
+                f"{self.path} was changed since it was opened; checkpoints that serve must "
+                "stay as they are. Restart with the new one"
+            )
+        return file
+
+    def read_into(self, file: FileIO, start: int, pieces: list[memoryview]) -> None:
+        """Read bytes from `start` on into `pieces`, one after another, without the GIL.
+
+        Args:
+            file: from `open`.
+            start: first byte.
+            pieces: as many bytes as they take.
+
+        Raises:
+            CheckpointError: the file is shorter than it was, or unreadable.
+        """
+        try:
+            for piece in pieces:
+                self._read_piece(file.fileno(), start, piece)
+                start += len(piece)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
 

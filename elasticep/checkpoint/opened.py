@@ -202,7 +202,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; fetch it again")
         tensor = self.tensor(name)
         data = bytearray(tensor.nbytes)
-        self.file_of(name).read_into(tensor.start, [memoryview(data)])
+        file = self.file_of(name)
+        with file.open() as opened:
+            file.read_into(opened, tensor.start, [memoryview(data)])
         return tensor, data
 
     def tensor(self, name: str) -> StoredTensor:

@@ -1,7 +1,8 @@
 """Units out of a checkpoint: which byte ranges of which files they are, and their bytes."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from io import FileIO
+from typing import TYPE_CHECKING, Self
 
 from elasticep.checkpoint.files import StoredTensor, TensorFile
 from elasticep.checkpoint.names import parts_of
@@ -85,9 +86,41 @@ class Units:
         Raises:
             CheckpointError: a tensor is missing or odd, or a file cannot be read.
         """
+        with self.reader(layer, expert) as unit:
+            unit.read_into(pieces, offset)
+
+    def reader(self, layer: int, expert: int) -> "UnitReader":
+        """One unit, to be read in chunks; a context.
+
+        Raises:
+            CheckpointError: a tensor is missing or odd.
+        """
+        return UnitReader(self.ranges(layer, expert))
+
+
+class UnitReader:
+    """The plain bytes of one unit; each file is opened once, when something of it is read.
+
+    Args:
+        ranges: where they lie.
+    """
+
+    def __init__(self, ranges: list[FileRange]) -> None:
+        self._ranges = ranges
+        self._files: dict[TensorFile, FileIO] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read_into(self, pieces: list[memoryview], offset: int = 0) -> None:
+        """As `Units.read_into`."""
         at = 0
         left = [piece for piece in pieces if len(piece)]
-        for where in self.ranges(layer, expert):
+        for where in self._ranges:
             skip = min(max(0, offset - at), where.nbytes)
             start, nbytes = where.start + skip, where.nbytes - skip
             at += where.nbytes
@@ -100,11 +133,17 @@ class Units:
                 taken.append(piece)
                 nbytes -= len(piece)
             if taken:
-                where.file.read_into(start, taken)
+                where.file.read_into(self._opened(where.file), start, taken)
         if left:
             raise CheckpointError(
                 f"{sum(map(len, pieces))} bytes from {offset} on were asked of a unit that has {at}"
             )
+
+    def _opened(self, file: TensorFile) -> FileIO:
+        opened = self._files.get(file)
+        if opened is None:
+            opened = self._files[file] = file.open()
+        return opened
 
 
 def stored_spec(checkpoint: "Checkpoint", kind: str) -> TensorSpec:

@@ -330,15 +330,19 @@ class FindExpertsResponse(_message.Message):
         BACKUP_PIECE_FIELD_NUMBER: _builtins.int
         BACKUP_SLOTS_FIELD_NUMBER: _builtins.int
         BACKUP_SLOT_FIELD_NUMBER: _builtins.int
+        BACKUP_MEMORY_FIELD_NUMBER: _builtins.int
         index: _builtins.int
         """in the request"""
         checksum: _builtins.bytes
         """16 bytes; what this node knows the expert to sum up to"""
         backup: _builtins.bool
         backup_piece: _builtins.int
-        """Where in the backup: which piece of memory, of how many slots per layer, and in which slot."""
+        """Where in the backup: which piece of memory, of how many slots per layer, and in which slot;
+        and what tells this memory from any other of the host (its inode).
+        """
         backup_slots: _builtins.int
         backup_slot: _builtins.int
+        backup_memory: _builtins.int
         @_builtins.property
         def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindExpertsResponse.Replica]: ...
         def __init__(
@@ -351,10 +355,11 @@ class FindExpertsResponse(_message.Message):
             backup_piece: _builtins.int = ...,
             backup_slots: _builtins.int = ...,
             backup_slot: _builtins.int = ...,
+            backup_memory: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "backup_piece", b"backup_piece", "backup_slot", b"backup_slot", "backup_slots", b"backup_slots", "checksum", b"checksum", "index", b"index", "replicas", b"replicas"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "backup_memory", b"backup_memory", "backup_piece", b"backup_piece", "backup_slot", b"backup_slot", "backup_slots", b"backup_slots", "checksum", b"checksum", "index", b"index", "replicas", b"replicas"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

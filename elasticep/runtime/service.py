@@ -1,8 +1,9 @@
 """`NodeService`: what engines, operators and other daemons ask of a daemon over gRPC."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -97,13 +98,19 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         """Which experts' weights lie on this node."""
         return await self._typed(context, self._weights.find, request)
 
-    async def ReadExpert(  # noqa: N802
+    async def ReadExpert(  # type: ignore[override]  # noqa: N802
         self, request: node_pb2.ReadExpertRequest, context: Context
-    ) -> AsyncIterator[node_pb2.ReadExpertChunk]:
-        """One expert's weights."""
+    ) -> None:
+        """One expert's weights. A reader that stops reading is left, and others get its turn."""
         try:
-            async for chunk in self._weights.read(request):
-                yield chunk
+            async with (
+                asyncio.timeout(self._weights.read_s(request.group)),
+                contextlib.aclosing(self._weights.read(request)) as chunks,
+            ):
+                async for chunk in chunks:
+                    await context.write(chunk)
+        except TimeoutError:
+            await abort(context, Unavailable("the expert was read too slowly"))
         except ElasticEPError as error:
             await abort(context, error)
 

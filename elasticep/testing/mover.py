@@ -7,18 +7,25 @@ with mover_driver(folder) as mover:
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
+import numpy as np
 import structlog
 
 from elasticep.config import DaemonConfig
 from elasticep.runtime.limits import Limits
 from elasticep.runtime.weights.driver import MoverDriver
+from elasticep.runtime.weights.fill import Filler
+from elasticep.runtime.weights.finder import Place
+from elasticep.runtime.weights.ledger import Ledger, Ref
 from elasticep.runtime.weights.memory import ArenaMemory
 from elasticep.runtime.weights.messages import Kind, Source
 from elasticep.runtime.weights.metrics import WeightsMetrics
+from elasticep.runtime.weights.seat import SeatWeights
+from elasticep.runtime.weights.views import ViewBook, ViewTable
 from elasticep.testing.checkpoints import write_checkpoint
 from elasticep.testing.weights import one_tensor
 from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
@@ -67,3 +74,73 @@ async def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert loop.time() < end
         await asyncio.wait({loop.create_future()}, timeout=0.005)
+
+
+class Node:
+    """What `Filler` and `Supply` need of a daemon: one seat of rank 0, and a finder that finds what
+    it is told.
+
+    Args:
+        mover: copies.
+        memory: the seat's arena.
+        sources: where every expert can be had.
+        checkpoint: the group's, "" for none.
+
+    Attributes:
+        places: what is found of each expert, if anything special.
+        finds: the experts of each search.
+    """
+
+    def __init__(
+        self, mover: MoverDriver, memory: ArenaMemory, sources: list[Source], checkpoint: str = ""
+    ) -> None:
+        self.config = DaemonConfig(node="n0")
+        self.log = structlog.get_logger()
+        self.mover = mover
+        self.name, self.checkpoint = "g", checkpoint
+        self.unit_bytes = UNIT_BYTES
+        self.metrics = mover.metrics
+        self.ledger = Ledger()
+        self.views = ViewBook()
+        self.finder = self.reach = self
+        self.given = sources
+        self.places: dict[Ref, Place] = {}
+        self.finds: list[list[Ref]] = []
+        self.epoch = 1
+        keeper = SimpleNamespace(
+            rank=0, node=self, status=lambda: SimpleNamespace(epoch=self.epoch)
+        )
+        self.seat = SeatWeights(cast(Any, keeper), self.views)
+        self.seat.memory = memory
+        self.filler = Filler(cast(Any, self), cast(Any, self))
+        mover.lend(memory)
+
+    def view(self, epoch: int, slots: Sequence[Sequence[int]], previous: int = 1) -> ViewTable:
+        """A view that gives rank 0 these experts in each layer."""
+        table = np.array(slots, np.int32).reshape(LAYOUT.layers, 1, LAYOUT.slots)
+        made = ViewTable(epoch, previous, {0: (1, "n0")}, table)
+        self.views.add(made, 1)
+        return made
+
+    def ready(
+        self, view: ViewTable, wanted: Callable[[], bool] = lambda: True
+    ) -> "asyncio.Task[None]":
+        """`Filler.ready` for the seat."""
+        return asyncio.create_task(self.filler.ready(self.seat, view, wanted))
+
+    def is_dead(self, rank: int, incarnation: int) -> bool:
+        """Nobody is."""
+        return False
+
+    async def find(self, refs: Sequence[Ref], *, patient: bool = False) -> dict[Ref, Place]:
+        """As `Finder.find`."""
+        self.finds.append(list(refs))
+        return {ref: self.places.get(ref) or Place() for ref in refs}
+
+    async def sources(self, ref: Ref, place: Place, dead: object) -> list[Source]:
+        """As `Reach.sources`."""
+        return list(self.given)
+
+    def streamed(self, source: Source) -> Source | None:
+        """As `Reach.streamed`."""
+        return None

@@ -309,6 +309,9 @@ def wrong_labels(arena: Arena) -> list[tuple[int, int]]:
 
 
 def leave_no_checkpoint(path: Path) -> None:
-    """Take a checkpoint away: nothing can be restored from disk any more."""
+    """Take the tensors of a checkpoint away: nothing can be restored from disk any more. (A folder
+    without anything in it would be taken for one that is not mounted.)
+    """
     for file in sorted(path.glob("*")):
-        file.unlink()
+        if file.name != "config.json":
+            file.unlink()

@@ -101,13 +101,23 @@ def test_with_little_room_what_lives_on_one_node_comes_first() -> None:
 # ---- checksums
 
 
-def test_a_node_believes_what_it_noted_itself() -> None:
+def test_a_nodes_own_note_is_one_voice_and_decides_a_draw() -> None:
     ledger = Ledger()
     assert ledger.note(0, 1, b"a")
     assert ledger.note(0, 1, b"a")
     assert not ledger.note(0, 1, b"b")
-    verdict = ledger.judge(0, 1, {"n1": b"b", "n2": b"b", "n3": b"a"})
-    assert (verdict.checksum, verdict.disputed, verdict.outvoted) == (b"a", False, ("n1", "n2"))
+    for said, expected in (
+        ({}, (b"a", False, ())),
+        ({"n1": b"b", "n2": b"a"}, (b"a", False, ("n1",))),
+        ({"n1": b"b"}, (b"a", True, ("n1",))),
+        ({"n1": b"b", "n2": b"b", "n3": b"a"}, (b"a", True, ("n1", "n2"))),
+        ({"n1": b"b", "n2": b"b"}, (b"b", True, ())),  # the majority is against it
+        ({"n1": b"b", "n2": b"c"}, (b"a", True, ("n1", "n2"))),
+    ):
+        verdict = ledger.judge(0, 1, said)
+        assert (verdict.checksum, verdict.disputed, verdict.outvoted) == expected, said
+    ledger.replace(0, 1, b"b")
+    assert ledger.get(0, 1) == b"b"
 
 
 def test_a_single_liar_is_outvoted_and_a_draw_convinces_nobody() -> None:
@@ -342,7 +352,7 @@ def test_a_copy_that_is_called_off_leaves_its_slot_empty(tmp_path: Path) -> None
             missing = Source(kind=Kind.CHECKPOINT, path="/nowhere")
             with pytest.raises(CopyFailed) as gone:
                 await mover.copy(Target(memory, 0, 1, 0), b"", missing, urgent=True)
-            assert gone.value.failure is Failure.FAILED
+            assert gone.value.failure is Failure.AWAY
             assert memory.valid == 1
         memory.close()
 

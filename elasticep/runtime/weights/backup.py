@@ -16,6 +16,7 @@ from elasticep.runtime.node import Node
 from elasticep.runtime.weights.backups import holders, live_nodes, share
 from elasticep.runtime.weights.ledger import Ref
 from elasticep.runtime.weights.memory import NOTHING, ArenaMemory, Target
+from elasticep.runtime.weights.supply import End, Wish
 from elasticep.runtime.weights.views import ViewTable
 from elasticep.weights import ArenaLayout
 
@@ -191,8 +192,8 @@ class Backup:
                     failed += 1
                     continue
                 target = Target(free[0], ref[0], free[1], ref[1])
-                outcome = await self._weights.filler.put(target, place, urgent=False)
-                failed += outcome.kind is None
+                outcome = await self._weights.filler.supply.put(target, place, Wish(urgent=False))
+                failed += outcome.end is not End.PLACED
             self._count()
         return failed
 

@@ -1,5 +1,6 @@
 """In the mover: units out of checkpoints on disk, each opened once."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticep.arena import Fill
@@ -26,14 +27,20 @@ class Checkpoints:
         """
         total = fill.arena.layout.spec.unit_bytes
         try:
-            units = self._open(path, fill)
-            for at in range(0, total, chunk):
-                size = min(chunk, total - at)
-                units.read_into(fill.layer, fill.expert, fill.pieces(at, size), at)
-                went(size)
+            with self._open(path, fill).reader(fill.layer, fill.expert) as unit:
+                for at in range(0, total, chunk):
+                    size = min(chunk, total - at)
+                    unit.read_into(fill.pieces(at, size), at)
+                    went(size)
         except CheckpointError as error:
             self._units.clear()  # it may be repaired or replaced: look again the next time
-            raise SourceFailed(Failure.FAILED, str(error)) from None
+            # An error of the file system, or a folder that is not there or holds nothing: it is
+            # not mounted. That does not say that the checkpoint lacks the expert.
+            cause = error.__context__
+            broken = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+            away = broken or not _holds_something(path)
+            failure = Failure.AWAY if away else Failure.FAILED
+            raise SourceFailed(failure, str(error)) from None
 
     def _open(self, path: str, fill: Fill) -> "Units":
         from elasticep.checkpoint import open_checkpoint
@@ -44,3 +51,11 @@ class Checkpoints:
         if units is None:
             units = self._units[key] = open_checkpoint(path).units(spec)
         return units
+
+
+def _holds_something(path: str) -> bool:
+    where = Path(path)
+    try:
+        return where.is_file() or next(where.iterdir(), None) is not None
+    except OSError:
+        return False

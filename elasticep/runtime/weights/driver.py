@@ -231,6 +231,8 @@ class MoverDriver:
             CopyFailed: it did not come about; the slot is empty.
         """
         memory, layer, slot, expert = target.memory, target.layer, target.slot, target.expert
+        if memory.closed or memory.identity not in self._numbers:
+            raise CopyFailed(Failure.CANCELLED, f"the arena of {memory.name} was taken back")
         job, self._next = self._next, self._next + 1
         copy = Copy(
             job, self.number_of(memory), layer, slot, expert, checksum.hex(), source, urgent

@@ -1,32 +1,33 @@
-"""Finds where experts can be had: here, and by asking the daemons of the other nodes."""
+"""Finds who has experts: this node, and by asking the daemons of the other nodes."""
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from elasticep.errors import ElasticEPError, GroupMismatch
-from elasticep.handover import ArenaFd, fetch_arena
+from elasticep.errors import ElasticEPError, UnknownGroup, WeightsError
 from elasticep.proto import node_pb2, node_pb2_grpc
-from elasticep.rpc import open_channel
+from elasticep.rpc import open_channel, typed_error
 from elasticep.runtime.node import Node
-from elasticep.runtime.regions.memory import check_memory
 from elasticep.runtime.regions.peers import Endpoint
-from elasticep.runtime.weights.ledger import Ledger, Ref, Verdict
-from elasticep.runtime.weights.memory import NOTHING
-from elasticep.runtime.weights.messages import Kind, Source
-from elasticep.weights import ArenaLayout
+from elasticep.runtime.weights.ledger import Ref
+from elasticep.runtime.weights.lookup import look_up
+from elasticep.weights import CHECKSUM_BYTES
 
 if TYPE_CHECKING:
     from elasticep.runtime.weights.group import GroupWeights
 
 MAX_REFS: Final = 65_536
 _GRACE_S: Final = 0.02  # for further answers, once everything has been found
+_REFS_PER_LIMIT: Final = 8192  # so many take as long again as `find_s`
+_SILENT_TIMES: Final = 3
+_MOST_PIECES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A node's backup that holds an expert: in which piece of memory, of how many slots per layer,
-    and where in it.
+    """A node's backup that holds an expert: in which piece of memory (its number there, and what
+    tells it from any other memory), of how many slots per layer, and where in it.
     """
 
     node: str
     piece: int
+    memory: int
     slots: int
     slot: int
 
@@ -59,11 +61,13 @@ class Place:
         replicas: live ranks that hold it.
         backups: host memory that holds it.
         said: node -> what its ledger says.
+        silent: nodes of the group that were asked and did not answer.
     """
 
     replicas: list[Replica] = field(default_factory=list)
     backups: list[Kept] = field(default_factory=list)
     said: dict[str, bytes] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
 
     @property
     def found(self) -> bool:
@@ -83,47 +87,77 @@ class Finder:
         self._node = node
         self._weights = weights
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._peers: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, inc) -> arena, node
-        self._fetching = asyncio.Lock()
-        self._pieces: dict[tuple[str, int, int], int] = {}  # (node, piece, slots) -> arena
+        self._silent: Counter[str] = Counter()  # nodes -> how often in a row they did not answer
 
-    # ---- who has it
+    async def find(self, refs: Sequence[Ref], *, patient: bool = False) -> dict[Ref, Place]:
+        """Ask every node, for at most `find_s` (more if there is much to look for).
 
-    async def find(self, refs: Sequence[Ref]) -> dict[Ref, Place]:
-        """Ask every node; those that do not answer within `find_s` have nothing."""
+        Nodes that did not answer the last time are asked, but hardly waited for.
+
+        Args:
+            refs: which experts.
+            patient: wait for everybody, also if all have been found.
+        """
         places = {ref: Place() for ref in refs}
         self._here(places)
         others = [e for e in self._weights.endpoints.values() if e.node != self._node.config.node]
         if not others or not refs:
             return places
-        tasks = {asyncio.create_task(self._ask(e, refs, places)) for e in others}
-        end = time.monotonic() + self._node.limits.find_s
+        heard: set[str] = set()
+        tasks = {asyncio.create_task(self._ask(e, refs, places, heard)): e.node for e in others}
+        left = set(tasks)
+        now = time.monotonic()
+        end = now + self._limit_s(len(refs))
         try:
-            while tasks and (left := end - time.monotonic()) > 0:
-                _, tasks = await asyncio.wait(
-                    tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            while left and (wait_s := end - time.monotonic()) > 0:
+                _, left = await asyncio.wait(
+                    left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                if all(place.found for place in places.values()):
+                found = not patient and all(place.found for place in places.values())
+                if found or all(tasks[task] in self._silent for task in left):
                     end = min(end, time.monotonic() + _GRACE_S)
         finally:
-            for task in tasks:
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
+        self._not_heard({e.node for e in others} - heard, places)
         return places
+
+    def _limit_s(self, count: int) -> float:
+        return self._node.limits.find_s * (1 + count / _REFS_PER_LIMIT)
+
+    def _not_heard(self, nodes: set[str], places: dict[Ref, Place]) -> None:
+        """Those of the latest view may have what nobody else has; of others that stay silent there
+        is nothing to be hoped.
+        """
+        members = self._weights.nodes
+        silent = tuple(sorted(nodes & members))
+        for place in places.values():
+            place.silent = silent
+        for node in nodes:
+            self._silent[node] += 1
+            if node not in members and self._silent[node] >= _SILENT_TIMES:
+                self._weights.endpoints.pop(node, None)
+                del self._silent[node]
 
     def _here(self, places: dict[Ref, Place]) -> None:
         own = self._node.config.node
-        for (layer, expert), place in places.items():
-            for rank, incarnation, memory in self._weights.live():
-                slot = memory.slot_of(layer, expert)
-                if slot != NOTHING:
-                    place.replicas.append(Replica(own, rank, incarnation, slot))
-            held = self._weights.backup.find(layer, expert)
-            if held is not None:
-                piece = self._weights.backup.piece_of(held[0])
-                place.backups.append(Kept(own, piece, held[0].layout.slots, held[1]))
+        refs = np.array(list(places), np.int64).reshape(-1, 2)
+        here = look_up(self._weights, refs[:, 0], refs[:, 1])
+        for index, place in enumerate(places.values()):
+            place.replicas += [Replica(own, *found) for found in here.replicas_of(index)]
+            kept = here.backup_of(index)
+            if kept is not None:
+                piece, memory, slot = kept
+                place.backups.append(Kept(own, piece, memory.number, memory.layout.slots, slot))
 
-    async def _ask(self, endpoint: Endpoint, refs: Sequence[Ref], places: dict[Ref, Place]) -> None:
+    async def _ask(
+        self,
+        endpoint: Endpoint,
+        refs: Sequence[Ref],
+        places: dict[Ref, Place],
+        heard: set[str],
+    ) -> None:
         try:
             stub = node_pb2_grpc.NodeServiceStub(self._channel(endpoint.grpc_address))
             for at in range(0, len(refs), MAX_REFS):
@@ -134,13 +168,42 @@ class Finder:
                         layers=[layer for layer, _ in part],
                         experts=[expert for _, expert in part],
                     ),
-                    timeout=self._node.limits.find_s,
+                    timeout=self._limit_s(len(part)),
                 )
+                self._check(endpoint.node, len(part), answer)
                 self._note(endpoint.node, part, answer, places)
         except grpc.aio.AioRpcError as error:
+            if isinstance(typed_error(error, endpoint.node), UnknownGroup):
+                heard.add(endpoint.node)  # it has nothing
             self._node.log.info("weights.node_silent", node=endpoint.node, why=error.details())
         except ElasticEPError as error:
             self._node.log.error("weights.node_silent", node=endpoint.node, why=str(error))
+        else:
+            heard.add(endpoint.node)
+            self._silent.pop(endpoint.node, None)
+
+    def _check(self, node: str, asked: int, answer: node_pb2.FindExpertsResponse) -> None:
+        """Raises `WeightsError` if numbers in an answer are out of all bounds."""
+        layout, ranks = self._weights.layout, self._weights.max_ranks
+        for found in answer.found:
+            good = (
+                found.index < asked
+                and len(found.checksum) in (0, CHECKSUM_BYTES)
+                and len(found.replicas) <= ranks
+                and all(r.rank < ranks and r.slot < layout.slots for r in found.replicas)
+                and (
+                    not found.backup
+                    or (
+                        found.backup_slot < found.backup_slots <= self._weights.experts
+                        and found.backup_piece < _MOST_PIECES
+                    )
+                )
+            )
+            if not good:
+                raise WeightsError(
+                    f"node {node!r} answers nonsense about experts ({found!s:.200}); install one "
+                    "version everywhere"
+                )
 
     def _note(
         self,
@@ -150,14 +213,18 @@ class Finder:
         places: dict[Ref, Place],
     ) -> None:
         for found in answer.found:
-            if found.index >= len(refs):
-                continue
             place = places[refs[found.index]]
             if found.checksum:
                 place.said[node] = found.checksum
             if found.backup:
                 place.backups.append(
-                    Kept(node, found.backup_piece, found.backup_slots, found.backup_slot)
+                    Kept(
+                        node,
+                        found.backup_piece,
+                        found.backup_memory,
+                        found.backup_slots,
+                        found.backup_slot,
+                    )
                 )
             place.replicas += [Replica(node, r.rank, r.incarnation, r.slot) for r in found.replicas]
 
@@ -167,158 +234,8 @@ class Finder:
             channel = self._channels[address] = open_channel(address, self._node.config.tls)
         return channel
 
-    def verdict(self, ref: Ref, place: Place, ledger: Ledger) -> Verdict:
-        """What the expert must sum up to."""
-        return ledger.judge(*ref, place.said)
-
-    # ---- from where to copy
-
-    async def sources(
-        self, ref: Ref, place: Place, dead: Callable[[int, int], bool]
-    ) -> list[Source]:
-        """Where to copy from, in the order in which to try."""
-        layer, expert = ref
-        own, domain = self._node.config.node, self._node.config.domain
-        near: list[Source] = []
-        far: list[Source] = []
-        for replica in _rotated(place.replicas, layer + expert):
-            if dead(replica.rank, replica.incarnation):
-                continue
-            endpoint = self._weights.endpoints.get(replica.node)
-            common = {
-                "node": replica.node,
-                "rank": replica.rank,
-                "incarnation": replica.incarnation,
-                "group": self._weights.name,
-            }
-            arena = -1
-            if replica.node == own:
-                memory = self._weights.memory_of(replica.rank)
-                arena = -1 if memory is None else self._node.mover.number_of(memory)
-            elif endpoint is not None and endpoint.domain == domain:
-                arena = await self._peer_arena(replica, endpoint)
-            if arena >= 0:
-                near.append(
-                    Source(kind=Kind.REPLICA, arena=arena, slot=replica.slot, **common)  # type: ignore[arg-type]
-                )
-            elif endpoint is not None and replica.node != own:
-                far.append(
-                    Source(kind=Kind.REMOTE, address=endpoint.grpc_address, **common)  # type: ignore[arg-type]
-                )
-        near.sort(key=lambda source: source.node != own)
-        return [*near, *far, *await self._backups(ref, place), *self._checkpoints()]
-
-    async def _backups(self, ref: Ref, place: Place) -> list[Source]:
-        own, domain = self._node.config.node, self._node.config.domain
-        found = []
-        for kept in sorted(place.backups, key=lambda kept: kept.node != own):
-            endpoint = self._weights.endpoints.get(kept.node)
-            arena, slot = -1, kept.slot
-            if kept.node == own:
-                held = self._weights.backup.find(*ref)
-                if held is None:
-                    continue
-                arena, slot = self._node.mover.number_of(held[0]), held[1]
-            elif endpoint is None:
-                continue
-            elif endpoint.domain == domain:
-                arena = await self._piece(kept, endpoint)
-            found.append(
-                Source(
-                    kind=Kind.BACKUP,
-                    arena=arena,
-                    slot=slot if arena >= 0 else -1,
-                    address="" if endpoint is None else endpoint.grpc_address,
-                    group=self._weights.name,
-                    node=kept.node,
-                )
-            )
-        return found
-
-    def _checkpoints(self) -> list[Source]:
-        path = self._weights.checkpoint
-        return [Source(kind=Kind.CHECKPOINT, path=path)] if path else []
-
-    async def _peer_arena(self, replica: Replica, endpoint: Endpoint) -> int:
-        """The mover's number of a peer's arena; -1 when it cannot be had."""
-        key = (replica.rank, replica.incarnation)
-        known = self._peers.get(key)
-        if known is not None and known[1] == replica.node:
-            return known[0]
-        layout = self._weights.layout
-        async with self._fetching:
-            if key in self._peers:  # whoever waited before had it fetched
-                return self._peers[key][0]
-            got = await self._fetch(endpoint, replica.rank, layout, backup=False)
-            if got is None:
-                return -1
-            if got.incarnation != replica.incarnation:  # granted anew meanwhile
-                os.close(got.fd)
-                return -1
-            self._peers[key] = (self._node.mover.lend_peer(got.fd, layout), replica.node)
-            return self._peers[key][0]
-
-    async def _piece(self, kept: Kept, endpoint: Endpoint) -> int:
-        """The mover's number of a piece of another node's backup; -1 when it cannot be had."""
-        key = (kept.node, kept.piece, kept.slots)
-        async with self._fetching:
-            if key not in self._pieces:
-                whole = self._weights.layout
-                layout = ArenaLayout(whole.layers, max(1, kept.slots), whole.spec)
-                got = await self._fetch(endpoint, kept.piece, layout, backup=True)
-                if got is not None:
-                    self._pieces[key] = self._node.mover.lend_peer(got.fd, layout)
-            return self._pieces.get(key, -1)
-
-    async def _fetch(
-        self, endpoint: Endpoint, number: int, layout: ArenaLayout, *, backup: bool
-    ) -> ArenaFd | None:
-        """A descriptor from another daemon; None when there is none of this layout."""
-        got = None
-        what = f"{'piece of backup' if backup else 'arena of rank'} {number} on {endpoint.node!r}"
-        try:
-            got = await asyncio.to_thread(
-                fetch_arena,
-                endpoint.fd_socket,
-                self._weights.name,
-                number,
-                self._node.limits.find_s,
-                backup=backup,
-            )
-            if got.digest != layout.digest():
-                raise GroupMismatch(f"{what} is laid out otherwise; install one version everywhere")
-            check_memory(what, got.fd, layout.total_bytes)
-        except ElasticEPError as error:
-            if got is not None:
-                os.close(got.fd)
-            self._node.log.warning("weights.arena_not_mapped", what=what, why=str(error))
-            return None
-        return got
-
-    def drop(self, gone: Callable[[int, int], bool]) -> None:
-        """Let go of the arenas of peers that are dead."""
-        for key in [key for key in self._peers if gone(*key)]:
-            number, _ = self._peers.pop(key)
-            self._node.mover.take_back(number)
-
-    def keep_only(self, nodes: Collection[str]) -> None:
-        """Let go of the backups of other nodes."""
-        for key in [key for key in self._pieces if key[0] not in nodes]:
-            self._node.mover.take_back(self._pieces.pop(key))
-
     async def close(self) -> None:
         """Close channels."""
-        self.drop(lambda *_: True)
-        self.keep_only(())
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
-
-
-def _rotated(replicas: Iterable[Replica], by: int) -> list[Replica]:
-    """In an order that differs from expert to expert, so that no replica serves them all."""
-    order = sorted(replicas, key=lambda replica: replica.rank)
-    if not order:
-        return order
-    by %= len(order)
-    return order[by:] + order[:by]

@@ -15,6 +15,7 @@ from elasticep.runtime.weights.fill import Filler
 from elasticep.runtime.weights.finder import Finder
 from elasticep.runtime.weights.ledger import Ledger
 from elasticep.runtime.weights.memory import ArenaMemory
+from elasticep.runtime.weights.reach import Reach
 from elasticep.runtime.weights.seat import SeatWeights
 from elasticep.runtime.weights.views import ViewBook, ViewTable
 from elasticep.weights import ArenaLayout
@@ -59,8 +60,20 @@ class GroupWeights:
         self._dead: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.finder = Finder(node, self)
+        self.reach = Reach(node, self)
         self.filler = Filler(node, self)
         self.backup = Backup(node, self)
+
+    @property
+    def max_ranks(self) -> int:
+        """Of the group."""
+        return self._group.config.geometry.max_ranks
+
+    @property
+    def nodes(self) -> set[str]:
+        """Those of the latest view."""
+        views = self.views.all()
+        return set(views[-1].node_of.values()) if views else set()
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -170,7 +183,7 @@ class GroupWeights:
                     and self.is_dead(source.rank, source.incarnation)
                 )
             )
-            self.finder.drop(self.is_dead)
+            self.reach.drop(self.is_dead)
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
         """Whether an incarnation is known to be over."""
@@ -189,7 +202,7 @@ class GroupWeights:
             ViewTable.read(view, self._shape, self.experts), min(running, default=view.epoch)
         )
         self.endpoints.update(endpoints)
-        self.finder.keep_only({member.node for member in view.members})
+        self.reach.keep_only({member.node for member in view.members})
         while len(self.endpoints) > _MOST_ENDPOINTS:
             del self.endpoints[next(iter(self.endpoints))]
 
@@ -341,8 +354,8 @@ class GroupWeights:
         self.backup.close()
         for seat in self.seats.values():
             seat.close()
-        self.finder.drop(lambda *_: True)
-        self.finder.keep_only(())
+        self.reach.drop(lambda *_: True)
+        self.reach.keep_only(())
 
 
 def _arena_name(group: str, rank: int) -> str:

@@ -4,7 +4,9 @@ The truth is the checkpoint: whoever loads an expert from there notes its checks
 memory, apart from the arena and its labels. Whoever copies an expert learns the checksum from the
 ledgers of the other nodes, not from the one that it copies from alone: bytes and a label that
 agree with each other but not with what others noted are found out. Where ledgers contradict each
-other and neither side is the majority, the checkpoint decides; without one, nobody is believed.
+other and neither side is the majority, the checkpoint decides; without one this node's own note
+does, and if it has none, nobody is believed. A note of its own that the majority contradicts is not
+believed either.
 """
 
 from collections import Counter
@@ -21,8 +23,9 @@ class Verdict:
 
     Attributes:
         checksum: what it must sum up to; b"": nobody knows.
-        disputed: the ledgers differ and have no majority: no copy can be checked.
-        outvoted: nodes that said otherwise.
+        disputed: the ledgers have no majority, or this node's is not of it: the checkpoint is to be
+            asked first, and alone if there is no checksum.
+        outvoted: other nodes that said otherwise.
     """
 
     checksum: bytes = b""
@@ -51,17 +54,18 @@ class Ledger:
         return self._sums.get((layer, expert), b"")
 
     def judge(self, layer: int, expert: int, said: Mapping[str, bytes]) -> Verdict:
-        """What to expect, given what other nodes said; this node's own word counts alone."""
+        """What to expect, given what other nodes said; this node has one voice among them."""
         own = self.get(layer, expert)
-        if own:
-            return Verdict(own, outvoted=_others(said.items(), own))
-        votes = Counter(checksum for checksum in said.values() if checksum)
+        votes = Counter(checksum for checksum in (own, *said.values()) if checksum)
         if not votes:
             return Verdict()
-        (best, count), *rest = votes.most_common(2)
-        if rest and rest[0][1] == count:
-            return Verdict(disputed=True, outvoted=tuple(sorted(said)))
-        return Verdict(best, outvoted=_others(said.items(), best))
+        most = max(votes.values())
+        best = [checksum for checksum, count in votes.items() if count == most]
+        if len(best) == 1:
+            checksum = best[0]
+            return Verdict(checksum, own not in (b"", checksum), _others(said.items(), checksum))
+        checksum = own if own in best else b""
+        return Verdict(checksum, disputed=True, outvoted=_others(said.items(), checksum))
 
 
 def _others(said: Iterable[tuple[str, bytes]], checksum: bytes) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ class ArenaMemory:
     Attributes:
         arena: for reading.
         held: int32 [layers, slots], the expert that lies whole in each slot, or `NOTHING`.
+        number: tells this memory from any other of the host, whoever has a descriptor of it.
         settled: False while an earlier daemon's mover may still write into it: what labels said
             when they were read may not hold any more.
         sums: (layer, slot) -> checksum of those.
@@ -64,6 +65,7 @@ class ArenaMemory:
         self.held: NDArray[np.int32] = np.full((layout.layers, layout.slots), NOTHING, np.int32)
         self.sums: dict[tuple[int, int], bytes] = {}
         self.settled = True
+        self.number = self.identity[1]
         self._where = np.full((layout.layers, _EXPERTS), NOTHING, np.int32)  # expert -> a slot
 
     @classmethod

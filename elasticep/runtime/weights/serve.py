@@ -1,18 +1,22 @@
 """What other daemons may ask: which experts lie here, and the bytes of one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Final
 
-from elasticep.errors import ConfigError, Unavailable, UnknownGroup, UsageError
+import numpy as np
+
+from elasticep.errors import Busy, ConfigError, Unavailable, UnknownGroup, UsageError
 from elasticep.proto import node_pb2
 from elasticep.runtime.group import Registry
 from elasticep.runtime.weights.finder import MAX_REFS
 from elasticep.runtime.weights.group import GroupWeights
+from elasticep.runtime.weights.lookup import look_up
 from elasticep.runtime.weights.memory import NOTHING, ArenaMemory
-from elasticep.runtime.weights.sources import CHUNK_BYTES
+from elasticep.runtime.weights.sources import CHUNK_BYTES, LEAST_BYTES_PER_S
 
 MAX_READS: Final = 8
+_READ_S: Final = 5.0
 _BREATH: Final = 256  # experts looked up before others get their turn
 
 
@@ -47,43 +51,48 @@ class WeightsService:
                 f"{len(request.layers)} layers and {len(request.experts)} experts; they go in "
                 f"pairs, at most {MAX_REFS}"
             )
+        layers = np.array(request.layers, np.int64)
+        experts = np.array(request.experts, np.int64)
+        odd = np.flatnonzero((layers >= weights.layout.layers) | (experts >= weights.experts))
+        if odd.size:
+            layer, expert = layers[odd[0]], experts[odd[0]]
+            raise ConfigError(f"group {request.group!r} has no layer {layer} expert {expert}")
+        here = look_up(weights, layers, experts)
         answer = node_pb2.FindExpertsResponse()
-        pairs = zip(request.layers, request.experts, strict=True)
-        for index, (layer, expert) in enumerate(pairs):
+        for index, ref in enumerate(zip(request.layers, request.experts, strict=True)):
             if index % _BREATH == _BREATH - 1:
                 await asyncio.sleep(0)
-            if layer >= weights.layout.layers or expert >= weights.experts:
-                raise ConfigError(f"group {request.group!r} has no layer {layer} expert {expert}")
-            found = node_pb2.FindExpertsResponse.Found(
-                index=index,
-                checksum=weights.ledger.get(layer, expert),
-            )
-            held = weights.backup.find(layer, expert)
-            if held is not None:
-                found.backup, found.backup_slot = True, held[1]
-                found.backup_piece = weights.backup.piece_of(held[0])
-                found.backup_slots = held[0].layout.slots
-            for rank, incarnation, memory in weights.live():
-                slot = memory.slot_of(layer, expert)
-                if slot != NOTHING:
-                    found.replicas.add(rank=rank, incarnation=incarnation, slot=slot)
-            if found.checksum or found.backup or found.replicas:
-                answer.found.append(found)
+            checksum = weights.ledger.get(*ref)
+            replicas, kept = here.replicas_of(index), here.backup_of(index)
+            if not checksum and not replicas and kept is None:
+                continue
+            found = answer.found.add(index=index, checksum=checksum)
+            for rank, incarnation, slot in replicas:
+                found.replicas.add(rank=rank, incarnation=incarnation, slot=slot)
+            if kept is not None and not kept[1].closed:
+                found.backup, found.backup_piece, found.backup_slot = True, kept[0], kept[2]
+                found.backup_slots = kept[1].layout.slots
+                found.backup_memory = kept[1].number
         return answer
+
+    def read_s(self, name: str) -> float:
+        """How long sending one expert of a group may take; a reader that is slower is left."""
+        return _READ_S + self._weights(name).unit_bytes / LEAST_BYTES_PER_S
 
     async def read(
         self, request: node_pb2.ReadExpertRequest
-    ) -> AsyncIterator[node_pb2.ReadExpertChunk]:
+    ) -> AsyncGenerator[node_pb2.ReadExpertChunk, None]:
         """One expert in chunks; its label is looked at before and after.
 
         Raises:
             UnknownGroup, UsageError: it does not lie here, or its rank is over.
-            Unavailable: as many are read already as may be, or the slot was filled anew.
+            Busy: as many are read already as may be.
+            Unavailable: the slot was filled anew.
         """
         weights = self._weights(request.group)
         memory, slot = self._place(weights, request)
         if self._reads >= MAX_READS:
-            raise Unavailable(f"node {self._node!r} sends {MAX_READS} experts already; try again")
+            raise Busy(f"node {self._node!r} sends {MAX_READS} experts already; try again")
         self._reads += 1
         try:
             label = memory.arena.require(request.layer, slot, request.expert)

@@ -14,6 +14,9 @@ from elasticep.errors import ElasticEPError, SlotInvalid
 from elasticep.runtime.weights.messages import Failure
 
 CHUNK_BYTES: Final = 128 * 1024
+LEAST_BYTES_PER_S: Final = 1 << 20
+"""What a daemon that sends a unit must come to; a slower one is left for another source."""
+
 Went = Callable[[int], None]
 
 

@@ -1,0 +1,244 @@
+"""How a rank's arena is filled: two views at once, notes that lie, and what an answer means."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticep.arena import SlotState
+from elasticep.errors import Unavailable
+from elasticep.runtime.weights import fill
+from elasticep.runtime.weights.driver import CopyFailed
+from elasticep.runtime.weights.fill import Unrestorable
+from elasticep.runtime.weights.finder import Place, Replica
+from elasticep.runtime.weights.memory import Target
+from elasticep.runtime.weights.messages import Failure, Kind, Source
+from elasticep.runtime.weights.supply import End, Wish
+from elasticep.testing.mover import Node, arena_memory, checkpoint, mover_driver, until
+
+EMPTY = [[-1, -1, -1]] * 2
+
+
+def test_slots_of_a_view_that_was_handed_out_are_not_written_again(tmp_path: Path) -> None:
+    """Two views of a rank lack the same experts: a join, then a drain before it is adopted."""
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path, rate=3_000_000) as mover:
+            node = Node(mover, memory, [source])
+            node.view(1, EMPTY, 0)
+            slots = [[0, 1, -1], [0, 1, 2]]
+            earlier, later = node.view(2, slots), node.view(3, slots, 2)
+            first = node.ready(earlier)
+            await until(lambda: memory.valid >= 1)
+            second = node.ready(later)
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            assert node.seat.pinned
+            assert memory.held.tolist() == slots
+            sequences = [label.sequence for *_, label in memory.arena.all_labels()]
+            await asyncio.gather(first, second)
+            assert [label.sequence for *_, label in memory.arena.all_labels()] == sequences
+            assert max(sequences) == 2  # each was filled once
+
+    asyncio.run(run())
+
+
+def test_what_only_an_overtaken_view_wants_is_called_off(tmp_path: Path) -> None:
+    """A paced move is under way when a member dies and a new view needs another expert at once."""
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path, rate=50_000) as mover:
+            node = Node(mover, memory, [source])
+            replica = Replica("n1", 1, 1, 0)
+            node.places = {(0, 0): Place([replica]), (0, 1): Place([replica])}
+            node.view(1, EMPTY, 0)
+            moves = node.view(2, [[0, 1, -1], [-1, -1, -1]])
+            rescue = node.view(3, [[-1, 2, 0], [-1, -1, -1]], 2)
+            first = node.ready(moves, lambda: node.epoch != 3)
+            await until(lambda: memory.arena.label(0, 0).state is SlotState.FILLING)
+            node.places[0, 0] = Place()  # nobody has it any more
+            await asyncio.wait_for(node.ready(rescue), 10)
+            assert memory.held[0].tolist()[1:] == [2, 0]
+            assert node.seat.pinned == {3}
+            node.epoch = 3
+            with pytest.raises(Unavailable, match="not wanted"):
+                await first
+            await until(lambda: not mover.filling(memory))
+            assert memory.held[0].tolist()[1:] == [2, 0]
+
+    asyncio.run(run())
+
+
+def test_who_asks_for_what_is_on_its_way_joins_in_and_hurries_it(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path, rate=50_000) as mover:
+            node = Node(mover, memory, [source])
+            supply, target = node.filler.supply, Target(memory, 0, 0, 1)
+            slow = asyncio.create_task(supply.put(target, Place(), Wish(urgent=False)))
+            await until(lambda: memory.arena.label(0, 0).state is SlotState.FILLING)
+            other = Target(memory, 0, 0, 2)
+            refused = asyncio.create_task(
+                supply.put(other, Place(), Wish(urgent=True, may=lambda: memory.held[0, 0] != 1))
+            )
+            quick = asyncio.create_task(supply.put(target, Place(), Wish(urgent=True)))
+            slow.cancel()  # the other one waits for it still
+            outcome = await asyncio.wait_for(quick, 10)
+            assert (outcome.end, outcome.kind) == (End.PLACED, Kind.CHECKPOINT)
+            assert memory.arena.label(0, 0).sequence == 2
+            # Meanwhile the slot has come into use.
+            assert (await refused).end is End.POSTPONED
+            assert memory.held[0, 0] == 1
+            again = await supply.put(target, Place(), Wish(urgent=True))
+            assert (again.end, again.kind) == (End.PLACED, None)
+
+    asyncio.run(run())
+
+
+# ---- checksums
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (b"", {"n1": b"\x01" * 16}),
+        (b"\x02" * 16, {f"n{n}": b"\x03" * 16 for n in range(1, 6)}),
+        (b"\x02" * 16, {}),
+        (b"", {"n1": b"\x01" * 16, "n2": b"\x02" * 16}),
+    ],
+)
+def test_no_note_makes_an_expert_lost_that_the_checkpoint_has(
+    tmp_path: Path, own: bytes, said: dict[str, bytes]
+) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [source], source.path)
+            if own:
+                node.ledger.note(0, 1, own)
+            target = Target(memory, 0, 0, 1)
+            outcome = await node.filler.supply.put(target, Place(said=said), Wish(urgent=True))
+            assert (outcome.end, outcome.kind) == (End.PLACED, Kind.CHECKPOINT)
+            assert node.ledger.get(0, 1) == memory.sums[0, 0]  # the truth, from now on
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_does_not_fit_the_notes_gives_way_to_the_checkpoint(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with (
+            arena_memory() as memory,
+            arena_memory() as peer,
+            mover_driver(tmp_path) as mover,
+        ):
+            node = Node(mover, memory, [], source.path)
+            number = mover.lend(peer)
+            true = await mover.copy(Target(peer, 0, 0, 1), b"", source, urgent=True)
+            replica = Source(
+                kind=Kind.REPLICA, arena=number, slot=0, node="n1", rank=1, incarnation=1
+            )
+            node.given = [replica, source]
+            place = Place([Replica("n1", 1, 1, 0)], said={"n1": b"\x01" * 16, "n2": b"\x01" * 16})
+            target = Target(memory, 0, 0, 1)
+            outcome = await node.filler.supply.put(target, place, Wish(urgent=True))
+            assert outcome.kind is Kind.CHECKPOINT
+            assert node.ledger.get(0, 1) == true
+            place = Place([Replica("n1", 1, 1, 0)], said={"n1": true})
+            target = Target(memory, 0, 1, 1)
+            outcome = await node.filler.supply.put(target, place, Wish(urgent=True))
+            assert outcome.kind is Kind.CHECKPOINT  # who lied is asked last for a while
+
+    asyncio.run(run())
+
+
+# ---- what an answer means
+
+
+def test_a_hundred_lost_experts_are_named_after_one_more_search(tmp_path: Path) -> None:
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [])
+            node.view(1, EMPTY, 0)
+            with pytest.raises(Unrestorable) as lost:
+                await node.ready(node.view(2, [[0, 1, 2], [3, 4, -1]]))
+            assert lost.value.refs == ((0, 0), (0, 1), (0, 2), (1, 3), (1, 4))
+            assert len(node.finds) == 2
+            assert sorted(node.finds[1]) == list(lost.value.refs)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("failure", [Failure.BUSY, Failure.MOVER, Failure.AWAY, Failure.STALLED])
+def test_what_could_not_be_had_now_is_tried_again_and_not_called_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [source])
+            node.view(1, EMPTY, 0)
+            copy, calls = mover.copy, 0
+
+            async def failing(*arguments: object, **more: object) -> bytes:
+                nonlocal calls
+                calls += 1
+                if calls <= 4:
+                    raise CopyFailed(failure, "not now")
+                return await copy(*arguments, **more)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(mover, "copy", failing)
+            await node.ready(node.view(2, [[0, -1, -1], [-1, -1, -1]]))
+            assert memory.held[0, 0] == 0
+            monkeypatch.setattr(fill, "_PATIENCE_S", 0.3)
+            calls = -1_000_000
+            begin = time.monotonic()
+            with pytest.raises(Unavailable, match=r"layer 0 expert 1.*not now"):
+                await node.ready(node.view(3, [[0, 1, -1], [-1, -1, -1]], 2))
+            assert time.monotonic() - begin < 10
+
+    asyncio.run(run())
+
+
+def test_a_silent_node_may_have_what_nobody_else_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill, "_PATIENCE_S", 0.3)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [])
+            node.view(1, EMPTY, 0)
+            node.places = {(0, 0): Place(silent=("n1",))}
+            with pytest.raises(Unavailable, match="no answer from n1"):
+                await node.ready(node.view(2, [[0, -1, -1], [-1, -1, -1]]))
+
+    asyncio.run(run())
+
+
+def test_where_experts_are_is_not_believed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long paced fill looks again for what is left."""
+    monkeypatch.setattr(fill, "_FRESH_S", 0.0)
+    monkeypatch.setattr(fill, "_BATCH", 1)
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [source])
+            node.view(1, EMPTY, 0)
+            monkeypatch.setattr(fill, "_FRESH_S", 0.05)
+            task = node.ready(node.view(2, [[0, 1, 2], [0, 1, 2]]))
+            await task
+            assert memory.valid == 6
+            assert node.finds[0] == [(layer, e) for layer in range(2) for e in range(3)]
+            assert all(len(refs) <= fill._FIND for refs in node.finds)
+
+    asyncio.run(run())
