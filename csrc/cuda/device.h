@@ -57,7 +57,7 @@ struct State {
   u32 incarnations[kMaxRanks];
   u32 readers[EP_MAX_CHANNELS];   // blocks of the running combine that have read `sequence`
   u32 summed[EP_MAX_CHANNELS];    // blocks of the running combine whose sums are done (overlap.cu, fused.cu)
-  u32 tearing, expand_blocks, expand_round, pad;
+  u32 tearing, pad;
   u64 barrier;                    // highest barrier number that was decided
   u64 digest;
   u64 mapped;                     // the view that Domain::active holds
