@@ -6,6 +6,7 @@ back afterwards, so the slot that a move frees is the next one that is kept free
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,12 +40,14 @@ class Around:
         loads: int64 [layers, experts], the tokens to plan for; None: not known.
         refused: bool [layers, experts], what some node found nobody to supply: nobody is given it
             while it is lost. None: nothing.
+        cannot_load: ranks that no plan gives anything new.
     """
 
     config: GroupConfig
     domains: Mapping[str, str]
     loads: Int64Array | None = None
     refused: BoolArray | None = None
+    cannot_load: AbstractSet[int] = frozenset()
 
     @property
     def tokens(self) -> Int64Array:
@@ -184,7 +187,12 @@ def target(
         slot_expert=np.take_along_axis(placement.slot_expert, order, axis=2),
         slot_weight=np.take_along_axis(placement.slot_weight, order, axis=2),
     )
-    made = plan(around.tokens, around.infos(members, draining), packed, policy)
+    most = (packed.slot_expert != EMPTY).sum(axis=2).max(axis=0)
+    infos = tuple(
+        replace(i, slots=min(i.slots, int(most[i.rank]))) if i.rank in around.cannot_load else i
+        for i in around.infos(members, draining)
+    )
+    made = plan(around.tokens, infos, packed, policy)
     previous = _unpacked(packed, order)
     after = _into_free(previous, _unpacked(made.placement, order))
     if around.refused is not None:
@@ -192,7 +200,12 @@ def target(
     alive = {member.rank for member in members}
     if len(alive) < placement.max_ranks:
         previous = split(around, keep(previous.slot_expert, alive), members, previous)
-    return replace(made, placement=after, previous=previous)
+    if around.cannot_load:
+        after = split(around, _unmoved(previous, after, around.cannot_load), members, after)
+    moved = (after.slot_expert != EMPTY) & (after.slot_expert != previous.slot_expert)
+    moves = int(moved.sum())
+    report = replace(made.report, moves=moves, move_bytes=moves * expert_bytes(around.config))
+    return replace(made, placement=after, previous=previous, report=report)
 
 
 def _unpacked(packed: Placement, order: NDArray[np.int64]) -> Placement:
@@ -209,6 +222,18 @@ def _without(after: Placement, left_out: BoolArray) -> Placement:
     out = (expert != EMPTY) & left_out[layers, np.maximum(expert, 0)]
     expert[out], weight[out] = EMPTY, 0
     return Placement(experts=after.experts, slot_expert=expert, slot_weight=weight)
+
+
+def _unmoved(previous: Placement, after: Placement, ranks: AbstractSet[int]) -> Int32Array:
+    """The plan's slots with those of some ranks as they are; layers where an expert would be left
+    without a copy by that stay as they are whole.
+    """
+    now, table = previous.slot_expert, after.slot_expert.copy()
+    table[:, list(ranks)] = now[:, list(ranks)]
+    held = ~lost_mask(now, previous.experts)
+    broken = (held & lost_mask(table, previous.experts)).any(axis=1)
+    table[broken] = now[broken]
+    return table
 
 
 def _into_free(previous: Placement, after: Placement) -> Placement:

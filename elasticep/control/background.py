@@ -10,7 +10,7 @@ from elasticep.control.loads import GroupLoads
 from elasticep.control.membership import Membership
 from elasticep.control.placement import Placement, PlanPolicy
 from elasticep.control.planning import Figures, PlanJob, Planned, group_policy
-from elasticep.control.rebalance import Rebalancer
+from elasticep.control.rebalance import Rebalancer, around_of
 from elasticep.errors import UsageError
 
 SAVE_LOADS_MS: Final = 600_000  # the next leader has newer ones within some windows
@@ -107,8 +107,7 @@ class Background:
     @property
     def around(self) -> Around:
         """Config, domains and loads, as they are."""
-        group = self._group
-        return Around(group.config, dict(group.domains), self.loads.tokens(), group.refused)
+        return around_of(self._group, self.loads)
 
     def operate(self, event: Ask | Pause | Resume, now_ms: int) -> list[Outcome]:
         """What an operator wants."""
@@ -132,9 +131,15 @@ class Background:
             if tokens is not None and now_ms >= self._save_loads_ms:
                 window.writes.append(ev.SaveLoads(tokens))
                 self._save_loads_ms = now_ms + SAVE_LOADS_MS
-            if tokens is not None and view is not None:
+            if view is not None:
                 now = Figures.of(view.placement, self.around, view.ranks)
-                window.note("load.window", imbalance=round(now.mean, 4), worst=round(now.worst, 4))
+                window.note(
+                    "load.window",
+                    known=tokens is not None,
+                    imbalance=round(now.mean, 4),
+                    worst=round(now.worst, 4),
+                    cannot_load=len(self._group.cannot_load),
+                )
             outcomes.append(window)
         out = Outcome()
         try:

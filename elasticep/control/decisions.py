@@ -150,7 +150,7 @@ def _blame(
             state.end(state.seats[rank], now_ms, f"{why}, while {rank} joined", out, at_once=False)
     elif seat.rank in pending.filled and seat.rank not in state.revoked:
         state.revoked.add(seat.rank)
-        state.cannot_load.add((seat.rank, seat.incarnation))
+        state.cannot_load[seat.rank, seat.incarnation] = now_ms
         pending.sent[seat.rank] = now_ms
         state.dirty = True
     else:

@@ -168,7 +168,7 @@ class Membership:
 
     def _tick(self, event: ev.Tick, now_ms: int, out: Outcome) -> None:
         """Time alone: `settle` looks at deadlines after every event."""
-        if self._s.refusals and self._s.refusals.expire(now_ms):
+        if self._s.forgive(now_ms):
             self._s.dirty = True
 
     def _node_hello(self, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:

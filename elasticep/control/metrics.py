@@ -82,6 +82,9 @@ class ControllerMetrics:
         self.worst_imbalance = self._group_gauge(
             "worst_imbalance", "Busiest rank's load over the mean; worst layer."
         )
+        self.cannot_load = self._group_gauge(
+            "ranks_not_loading", "Members that get nothing new, because they failed to load some."
+        )
         self.rebalances = Counter(
             "elasticep_controller_rebalances",
             "Rebalances that ended: done, abandoned.",
@@ -96,7 +99,7 @@ class ControllerMetrics:
         )
         self.rebalance_age = self._group_gauge(
             "rebalance_age_seconds",
-            "Since the background made progress last; idle counts as progress.",
+            "Since the background made progress last; idle counts, a view under way does not.",
         )
 
     def _group_counter(self, name: str, what: str) -> Counter:
@@ -133,8 +136,10 @@ class ControllerMetrics:
         elif notice.event == "load.counted":
             self.tokens.labels(group).inc(fields["tokens"])
         elif notice.event == "load.window":
-            self.imbalance.labels(group).set(fields["imbalance"])
-            self.worst_imbalance.labels(group).set(fields["worst"])
+            self.cannot_load.labels(group).set(fields["cannot_load"])
+            if fields["known"]:
+                self.imbalance.labels(group).set(fields["imbalance"])
+                self.worst_imbalance.labels(group).set(fields["worst"])
         elif notice.event.startswith("rebalance."):
             self._count_rebalance(group, notice)
 

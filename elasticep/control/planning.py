@@ -228,11 +228,10 @@ class Planned:
         return True, f"{change}, {cost}"
 
 
-def group_policy(config: GroupConfig, *, moves: bool = True) -> PlanPolicy:
-    """The planner's policy for a rebalance within the group's limits; `moves` False: none."""
+def group_policy(config: GroupConfig) -> PlanPolicy:
+    """The planner's policy for a rebalance within the group's limits."""
     limits = [config.rebalance.max_moves] if config.rebalance.max_moves else []
     size = expert_bytes(config)
     if config.rebalance.max_bytes and size:
         limits.append(config.rebalance.max_bytes // size)
-    most = 0 if not moves else min(limits, default=None)
-    return replace(plan_policy(config), max_moves=most)
+    return replace(plan_policy(config), max_moves=min(limits, default=None))

@@ -4,7 +4,7 @@ Limits kept here: at most two epochs are unadopted; the second is kept for death
 joins and repairs wait until all is adopted; no view has fewer than `min_ranks` members.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -127,7 +127,7 @@ class Situation:
     unadopted: int
     in_use: Sequence[Placement] | None
     revoked: AbstractSet[int]
-    cannot_load: AbstractSet[tuple[int, int]]
+    cannot_load: Collection[tuple[int, int]]
     refusals: Refusals
     domains: Mapping[str, str]
     loads: Int64Array | None

@@ -23,7 +23,7 @@ from elasticep.control.membership import Membership
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planning import Figures, PlanJob, Planned, group_policy
 from elasticep.control.repair import BoolArray, lost_mask
-from elasticep.control.views import View
+from elasticep.control.views import View, describe_ranks
 
 _FIRST_PAUSE_MS: Final = 1_000  # after one that was abandoned; doubles
 _LONGEST_PAUSE_MS: Final = 300_000
@@ -187,12 +187,15 @@ class Rebalancer:
         if self.doing is not Doing.IDLE and self._stuck(group, now_ms, out):
             return None
         if view is None:
+            self.progress_ms = now_ms
             return None
         if self.run is not None:
             return self._go_on(self.run, group, view, now_ms, out)
         if self._job is not None:
             return None
-        self.progress_ms = now_ms
+        wanted = self.asked or group.config.rebalance.automatic
+        if group.quiet_ms(now_ms) >= 0 or self.paused or not wanted:
+            self.progress_ms = now_ms
         return self._judge(group, view, loads, now_ms)
 
     def _stuck(self, group: Membership, now_ms: int, out: Outcome) -> bool:
@@ -218,9 +221,9 @@ class Rebalancer:
         policy = group.config.rebalance
         quiet_ms = group.quiet_ms(now_ms)
         if quiet_ms < 0:
-            self.why = "a view is under way"
+            self.why = f"a view is under way{f': {group.waiting}' if group.waiting else ''}"
             return None
-        around = Around(group.config, dict(group.domains), loads.tokens(), group.refused)
+        around = around_of(group, loads)
         if self.paused:
             self.why = self.paused
             return None
@@ -251,7 +254,7 @@ class Rebalancer:
         self._job = PlanJob(
             around=around,
             view=view,
-            policy=group_policy(group.config, moves=not group.cannot_load),
+            policy=group_policy(group.config),
             wanted=self.wanted,
             asked=self.asked,
         )
@@ -270,6 +273,9 @@ class Rebalancer:
             self._judged = None
             return
         go, self.why = planned.verdict()
+        if group.cannot_load:
+            ranks = describe_ranks(group.cannot_load)
+            self.why += f"; {ranks} failed to load something, so nothing new is given there"
         out.note("rebalance.planned", go=go, reason=self.why)
         if not go:
             self._single, self._single_epoch = planned.after.single, view.epoch
@@ -382,6 +388,13 @@ class Rebalancer:
         self.doing, self.why = Doing.IDLE, why
         self.loaded_bytes = 0
         self._judged = None
+
+
+def around_of(group: Membership, loads: GroupLoads) -> Around:
+    """What placements of a group depend on now."""
+    return Around(
+        group.config, dict(group.domains), loads.tokens(), group.refused, group.cannot_load
+    )
 
 
 def _restorable(placement: Placement, refused: BoolArray | None) -> bool:

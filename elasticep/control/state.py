@@ -16,6 +16,7 @@ from elasticep.group import GroupConfig
 from elasticep.policies import Policies
 
 HISTORY_LENGTH: Final = 64
+CANNOT_LOAD_MS: Final = 300_000  # a member that failed to load something is given nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class GroupState:
         in_use: (epoch, placement) of views that somebody may run in; None: not known.
         left: members that ended since the last adopted view.
         revoked: ranks that could not load what the latest view gave them.
-        cannot_load: incarnations that get no new content.
+        cannot_load: incarnations that get no new content -> since when.
         refusals: what nodes found nobody to supply.
         domains: node -> domain, of nodes that said hello.
         loads: int64 [layers, experts], what to plan for; None: not known.
@@ -85,7 +86,7 @@ class GroupState:
     in_use: list[tuple[int, Placement]] | None = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     revoked: set[int] = field(default_factory=set)
-    cannot_load: set[tuple[int, int]] = field(default_factory=set)
+    cannot_load: dict[tuple[int, int], int] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
     loads: Int64Array | None = None
     goal: Goal | None = None
@@ -168,6 +169,13 @@ class GroupState:
     def latest_pending(self) -> Pending | None:
         """The latest view, while it is not adopted."""
         return self.pending[-1] if self.pending else None
+
+    def forgive(self, now_ms: int) -> bool:
+        """Forget what went wrong long ago and is to be tried again; whether there was anything."""
+        over = [who for who, at in self.cannot_load.items() if now_ms - at >= CANNOT_LOAD_MS]
+        for who in over:
+            del self.cannot_load[who]
+        return bool(self.refusals and self.refusals.expire(now_ms)) or bool(over)
 
     # ---- the end of an incarnation
 

@@ -1,0 +1,133 @@
+"""What the background does when a rank cannot load, and when a view is held up."""
+
+from collections.abc import Callable
+
+import pytest
+
+from elasticep.control import events as ev
+from elasticep.control.events import Notice
+from elasticep.control.metrics import ControllerMetrics
+from elasticep.control.placement import EMPTY
+from elasticep.control.refusals import given
+from elasticep.control.state import CANNOT_LOAD_MS
+from elasticep.control.views import View
+from elasticep.testing.balanced import Balanced, hot_rank, skewed
+
+
+def unable(group: Balanced, rank: int) -> Callable[[], None]:
+    """From now on a rank cannot load anything; returns what ends that."""
+    world = group.world
+    real = world.stage
+
+    def stage(other: int, view: View) -> None:
+        node, seat = world.seat(other)
+        runs = next((v for v in world.proposed if v.epoch == seat.epoch), None)
+        if other == rank and runs is not None:
+            tables = view.placement.slot_expert, runs.placement.slot_expert
+            if given(*tables, [rank], view.placement.experts).any():
+                why = "its disk is broken"
+                world.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch, why))
+                return
+        real(other, view)
+
+    world.stage = stage  # type: ignore[method-assign]
+
+    def able() -> None:
+        world.stage = real  # type: ignore[method-assign]
+
+    return able
+
+
+def found_out(group: Balanced, rank: int) -> None:
+    """A rank fails to load what a rebalance gives it."""
+    for hot in range(20):
+        group.advance(1_000, skewed(hot=hot % 8, weight=60))
+        if rank in group.world.membership.cannot_load:
+            return
+    raise AssertionError("it was given nothing")
+
+
+def test_case_16_one_rank_that_cannot_load_does_not_stop_all_others() -> None:
+    group = Balanced(experts=8, slots=4)
+    unable(group, 1)
+    found_out(group, 1)
+    done = group.background.rebalancer.completed
+    first = group.world.view.placement
+    for hot in (5, 2, 7):
+        group.advance(8_000, skewed(hot=hot, weight=60))
+    assert group.background.rebalancer.completed > done
+    assert 1 in group.world.membership.cannot_load, "and it was left alone meanwhile"
+    now = group.world.view.placement
+    new = (now.slot_expert != first.slot_expert) & (now.slot_expert != EMPTY)
+    assert new[:, [0, 2, 3]].any()
+    assert not new[:, 1].any()
+    assert not group.world.view.lost
+    told = [str(planned["reason"]) for planned in group.events("rebalance.planned")]
+    assert told
+    assert "rank 1 failed to load" in group.background.rebalancer.why or any(
+        window["cannot_load"] == 1 for window in group.events("load.window")
+    )
+
+
+def test_redundancy_is_repaired_around_a_rank_that_cannot_load() -> None:
+    group = Balanced(experts=6, slots=5)
+    world = group.world
+    _, seat = world.seat(1)
+    world.membership._s.cannot_load[1, seat.incarnation] = world.now_ms
+    world.attach = False
+    del group.counters[3]
+    world.kill(3)
+    before = world.view.placement.slot_expert[:, 1].copy()
+    single = int((world.view.placement.copies() == 1).sum())
+    assert single
+    group.until(lambda: group.background.rebalancer.completed > 0)
+    assert int((world.view.placement.copies() == 1).sum()) < single
+    held = world.view.placement.slot_expert[:, 1]
+    assert ((held == before) | (held == EMPTY)).all()
+
+
+def test_after_a_time_it_is_given_something_again() -> None:
+    group = Balanced(experts=8, slots=4)
+    able = unable(group, 1)
+    found_out(group, 1)
+    able()
+    group.world.now_ms += CANNOT_LOAD_MS
+    group.advance(200)
+    assert not group.world.membership.cannot_load
+    first = group.world.view.placement.slot_expert
+    for hot in (5, 2, 7, 0):
+        group.advance(8_000, skewed(hot=hot, weight=60))
+    now = group.world.view.placement.slot_expert
+    assert ((now != first) & (now != EMPTY))[:, 1].any()
+    assert not group.world.membership.cannot_load
+
+
+def test_a_view_that_is_held_up_is_no_progress() -> None:
+    """An engine that never comes to a step holds up a drain; nothing is moved, and it shows."""
+    group = Balanced(experts=8, slots=4)
+    tokens = hot_rank(group)
+    group.until(lambda: group.background.rebalancer.completed == 1, tokens)
+    group.advance(20_000, tokens)
+    rebalancer = group.background.rebalancer
+    assert group.world.now_ms - rebalancer.progress_ms <= 100, "idle is progress"
+    group.meets = False
+    group.world.feed(ev.Drain((3,), "an audit"))
+    group.advance(20_000)
+    assert group.world.now_ms - rebalancer.progress_ms >= 19_000
+    assert "a view is under way" in rebalancer.why
+    group.meets = True
+    group.advance(3_000)
+    assert group.world.now_ms - rebalancer.progress_ms <= 2_000
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_gauges_follow_the_windows(known: bool) -> None:
+    metrics = ControllerMetrics()
+    fields = {"known": known, "imbalance": 1.5, "worst": 2.5, "cannot_load": 2}
+    metrics.count("g", Notice("load.window", fields))
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"elasticep_controller_{name}", {"group": "g"})
+
+    assert value("ranks_not_loading") == 2
+    assert value("imbalance") == (1.5 if known else None)
