@@ -22,7 +22,7 @@ from elasticep.control.placement import (
     plan,
     resplit,
 )
-from elasticep.control.repair import BoolArray, keep, lost_mask
+from elasticep.control.repair import BoolArray, cover_single, keep, lost_mask
 from elasticep.control.tables import Int32Array
 from elasticep.control.views import Member
 from elasticep.group import GroupConfig
@@ -201,9 +201,9 @@ def target(
     if len(alive) < placement.max_ranks:
         previous = split(around, keep(previous.slot_expert, alive), members, previous)
     if around.cannot_load:
-        after = split(around, _unmoved(previous, after, around.cannot_load), members, after)
-    moved = (after.slot_expert != EMPTY) & (after.slot_expert != previous.slot_expert)
-    moves = int(moved.sum())
+        table = _around_who_cannot_load(around, previous, after, members)
+        after = split(around, table, members, after)
+    moves = _moves(previous.slot_expert, after.slot_expert)
     report = replace(made.report, moves=moves, move_bytes=moves * expert_bytes(around.config))
     return replace(made, placement=after, previous=previous, report=report)
 
@@ -222,6 +222,23 @@ def _without(after: Placement, left_out: BoolArray) -> Placement:
     out = (expert != EMPTY) & left_out[layers, np.maximum(expert, 0)]
     expert[out], weight[out] = EMPTY, 0
     return Placement(experts=after.experts, slot_expert=expert, slot_weight=weight)
+
+
+def _around_who_cannot_load(
+    around: Around, previous: Placement, after: Placement, members: Collection[Member]
+) -> Int32Array:
+    """The plan's slots without new ones of some ranks; second copies go to others instead."""
+    table = _unmoved(previous, after, around.cannot_load)
+    left_out = _moves(previous.slot_expert, after.slot_expert) - _moves(previous.slot_expert, table)
+    if not plan_policy(around.config).cover or left_out <= 0:
+        return table
+    others = {member.rank for member in members} - around.cannot_load
+    staging = around.config.staging_slots
+    return cover_single(table, others, after.experts, staging, left_out)
+
+
+def _moves(before: Int32Array, after: Int32Array) -> int:
+    return int(((after != EMPTY) & (after != before)).sum())
 
 
 def _unmoved(previous: Placement, after: Placement, ranks: AbstractSet[int]) -> Int32Array:

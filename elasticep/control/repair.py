@@ -113,6 +113,37 @@ def make_room(
     return roomy
 
 
+def cover_single(
+    table: Int32Array, ranks: Collection[int], experts: int, staging: int, most: int
+) -> Int32Array:
+    """Give experts with one copy a second one on some of `ranks`: in a free slot where a rank has
+    more than `staging` of them, else in place of a copy that is at least a third one.
+
+    Args:
+        table: the slots.
+        ranks: who may be given something.
+        experts: in each layer.
+        staging: slots of a rank that stay free.
+        most: copies that are made in all.
+    """
+    covered = table.copy()
+    for layer, rows in enumerate(covered):
+        copies = np.bincount(rows[rows != EMPTY], minlength=experts)
+        for expert in np.flatnonzero(copies == 1).tolist():
+            count = np.where(rows != EMPTY, copies[np.maximum(rows, 0)], 0)
+            free = (rows == EMPTY) & ((rows == EMPTY).sum(axis=1, keepdims=True) > staging)
+            places = np.where(free, experts + len(rows), np.where(count >= 3, count, 0))
+            places[_others(ranks, len(rows)) | (rows == expert).any(axis=1)] = 0
+            rank, slot = np.unravel_index(int(np.argmax(places)), places.shape)
+            if most == 0 or places[rank, slot] == 0:
+                continue
+            if rows[rank, slot] != EMPTY:
+                copies[rows[rank, slot]] -= 1
+            covered[layer, rank, slot] = expert
+            most -= 1
+    return covered
+
+
 def _most_redundant(
     table: NDArray[np.int32], order: Sequence[int], experts: int
 ) -> tuple[int, int] | None:

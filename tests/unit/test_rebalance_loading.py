@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from elasticep.control import events as ev
@@ -9,6 +10,7 @@ from elasticep.control.events import Notice
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.placement import EMPTY
 from elasticep.control.refusals import given
+from elasticep.control.repair import cover_single
 from elasticep.control.state import CANNOT_LOAD_MS
 from elasticep.control.views import View
 from elasticep.testing.balanced import Balanced, hot_rank, skewed
@@ -70,7 +72,7 @@ def test_case_16_one_rank_that_cannot_load_does_not_stop_all_others() -> None:
 
 
 def test_redundancy_is_repaired_around_a_rank_that_cannot_load() -> None:
-    group = Balanced(experts=6, slots=5)
+    group = Balanced(experts=7, slots=5)
     world = group.world
     _, seat = world.seat(1)
     world.membership._s.cannot_load[1, seat.incarnation] = world.now_ms
@@ -84,6 +86,15 @@ def test_redundancy_is_repaired_around_a_rank_that_cannot_load() -> None:
     assert int((world.view.placement.copies() == 1).sum()) < single
     held = world.view.placement.slot_expert[:, 1]
     assert ((held == before) | (held == EMPTY)).all()
+
+
+def test_second_copies_go_to_free_slots_then_in_place_of_third_ones() -> None:
+    table = np.array([[[0, 1, 2], [0, 3, EMPTY], [0, 4, 4]]], np.int32)
+    covered = cover_single(table, [1, 2], 5, 0, 9)
+    assert covered[0, 1].tolist() == [2, 3, 1], "a free slot first, then the third copy of 0"
+    assert covered[0, 0].tolist() == [0, 1, 2], "not among those that may be given something"
+    assert (cover_single(table, [1, 2], 5, 0, 1) != table).sum() == 1
+    assert (cover_single(table, [1], 5, 1, 9)[0, 1] == [1, 3, EMPTY]).all(), "a slot stays free"
 
 
 def test_after_a_time_it_is_given_something_again() -> None:
