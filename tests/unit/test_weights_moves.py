@@ -48,7 +48,7 @@ from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
     copies=st.integers(1, 3),
     seed=st.integers(0, 1 << 16),
 )
-def test_every_expert_has_a_holder_other_than_its_only_home(
+def test_case_17_every_expert_has_a_holder_other_than_its_only_home(
     nodes: int, experts: int, layers: int, copies: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -91,6 +91,23 @@ def test_no_node_holds_much_more_than_its_share_of_a_backup() -> None:
     counts = np.bincount(spread.ravel(), minlength=3)
     assert counts.sum() == 64
     assert counts.max() <= 2 * 64 / 3
+
+
+def test_a_node_that_comes_or_goes_changes_hardly_more_than_its_own_share() -> None:
+    names = [f"n{n}" for n in range(8)]
+    node_of = {rank: f"n{rank // 2}" for rank in range(16)}
+    table = np.random.default_rng(1).integers(0, 96, (12, 16, 24)).astype(np.int32)
+    before = np.array(names)[holders(names, table, node_of, 96)]
+    for gone in ("n0", "n3", "n7"):
+        left = [name for name in names if name != gone]
+        there = {rank: node for rank, node in node_of.items() if node != gone}
+        after = np.array(left)[holders(left, table, there, 96)]
+        moved = before != after
+        assert moved[before == gone].all()
+        assert moved[before != gone].mean() < 0.1
+    even = 96 / 8
+    for layer in before:
+        assert max(np.unique(layer, return_counts=True)[1]) <= np.ceil(even * 1.125)
 
 
 def test_with_little_room_what_lives_on_one_node_comes_first() -> None:

@@ -3,13 +3,14 @@
 It is filled in the background after a view was adopted, one expert at a time, and gives way to the
 filling of views. Memory comes in pieces as it is needed, up to `backup_bytes`, and is kept over
 restarts of the daemon like the arenas. What is not this node's to keep any more stays until its
-place is needed.
+place is needed and another node has it, too.
 """
 
 import asyncio
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticep.errors import ElasticEPError
 from elasticep.runtime.node import Node
@@ -49,6 +50,7 @@ class Backup:
         self._epoch = 0
         self.segments: list[ArenaMemory] = []
         self.wanted: set[Ref] = set()
+        self._mask = np.zeros((weights.layout.layers, weights.experts), np.bool_)  # the same
 
     # ---- questions
 
@@ -67,7 +69,14 @@ class Backup:
     @property
     def held(self) -> int:
         """Wanted experts that lie here, whole."""
-        return sum(self.find(*ref) is not None for ref in self.wanted)
+        return int(np.count_nonzero(self._present() & self._mask))
+
+    def _present(self) -> NDArray[np.bool_]:
+        """What lies here: bool [layers, experts]."""
+        there = np.zeros_like(self._mask)
+        for memory in self.segments:
+            there |= memory.present(self._weights.experts)
+        return there
 
     # ---- filling
 
@@ -85,15 +94,19 @@ class Backup:
 
     async def _run(self, view: ViewTable) -> None:
         await asyncio.sleep(_SETTLE_S)
-        while not await self._once(view):
+        again = False
+        while not await self._once(view, again=again):
+            again = True
             await asyncio.sleep(_RETRY_S)
 
-    async def _once(self, view: ViewTable) -> bool:
+    async def _once(self, view: ViewTable, *, again: bool) -> bool:
         """Fill what is missing; False when it has to be tried again."""
         try:
-            wanted = self._assign(view)
+            wanted = await self._assign(view)
             await self._reserve(wanted)
-            missing = await self._fill([ref for ref in wanted if self.find(*ref) is None])
+            there = self._present().tolist()
+            left = [(layer, expert) for layer, expert in wanted if not there[layer][expert]]
+            missing = await self._fill(left, again=again)
         except ElasticEPError as error:
             self._log.error("backup.failed", epoch=view.epoch, error=str(error))
             return False
@@ -107,14 +120,8 @@ class Backup:
         self._log.info("backup.complete", epoch=view.epoch, experts=len(wanted))
         return True
 
-    def _assign(self, view: ViewTable) -> list[Ref]:
-        experts = self._weights.experts
-        nodes = sorted(set(view.node_of.values()))
-        holder = holders(nodes, view.slots, view.node_of, experts)
-        mine = holder == nodes.index(self._node.config.node)
-        single = live_nodes(view.slots, view.node_of, experts) <= 1
-        room = self._most_slots()
-        chosen = share(mine, single, room)
+    async def _assign(self, view: ViewTable) -> list[Ref]:
+        mine, chosen = await asyncio.to_thread(self._share, view)
         short = int(mine.sum()) - len(chosen)
         if short:
             self._log.warning(
@@ -124,8 +131,22 @@ class Backup:
                 needed_bytes=int(mine.sum()) * self._weights.unit_bytes,
             )
         self.wanted = set(chosen)
+        self._mask[:] = False
+        if chosen:
+            self._mask[tuple(np.array(chosen).T)] = True
         self._count()
         return chosen
+
+    def _share(self, view: ViewTable) -> tuple[NDArray[np.bool_], list[Ref]]:
+        """What this node is to hold, and what of it there is room for. In a thread: large groups
+        take some ten milliseconds.
+        """
+        experts = self._weights.experts
+        nodes = sorted(set(view.node_of.values()))
+        holder = holders(nodes, view.slots, view.node_of, experts)
+        mine = holder == nodes.index(self._node.config.node)
+        single = live_nodes(view.slots, view.node_of, experts) <= 1
+        return mine, share(mine, single, self._most_slots())
 
     def _most_slots(self) -> int:
         """Slots per layer that `backup_bytes` allow."""
@@ -179,15 +200,17 @@ class Backup:
             self._weights.read_labels(memory)
             self.add(memory)
 
-    async def _fill(self, left: list[Ref]) -> int:
+    async def _fill(self, left: list[Ref], *, again: bool) -> int:
         """Try to get each of them once; how many were not to be had."""
         failed = 0
         for at in range(0, len(left), _FIND):
-            places = await self._weights.finder.find(left[at : at + _FIND])
+            part = left[at : at + _FIND]
+            places = await self._weights.finder.find(part)
+            spare = await self._spare({layer for layer, _ in part}, again=again)
             for ref, place in places.items():
                 while self._weights.filler.busy:
                     await asyncio.sleep(_GIVE_WAY_S)
-                free = self._free(ref[0])
+                free = self._free(ref[0], spare)
                 if free is None:
                     failed += 1
                     continue
@@ -197,13 +220,34 @@ class Backup:
             self._count()
         return failed
 
-    def _free(self, layer: int) -> tuple[ArenaMemory, int] | None:
-        """A slot of the layer that holds nothing that is to be kept."""
+    async def _spare(self, layers: set[int], *, again: bool) -> set[Ref]:
+        """What lies here in these layers, is not this node's to keep any more, and may go because
+        another node has it: in its backup, or on a live rank. Nodes may wait for each other's
+        place; so the second time a live rank of this node will do.
+        """
+        surplus = self._present() & ~self._mask
+        for layer in range(len(surplus)):
+            full = all((memory.held[layer] != NOTHING).all() for memory in self.segments)
+            surplus[layer] &= full and layer in layers
+        refs = [(int(layer), int(expert)) for layer, expert in np.argwhere(surplus)]
+        own = self._node.config.node
+        return {
+            ref
+            for ref, place in (await self._weights.finder.find(refs)).items()
+            if any(kept.node != own for kept in place.backups)
+            or any(again or replica.node != own for replica in place.replicas)
+        }
+
+    def _free(self, layer: int, spare: set[Ref]) -> tuple[ArenaMemory, int] | None:
+        """A slot of the layer that holds nothing, or else what may go."""
+        choice = None
         for memory in self.segments:
             for slot, expert in enumerate(memory.held[layer].tolist()):
-                if expert == NOTHING or (layer, expert) not in self.wanted:
+                if expert == NOTHING:
                     return memory, slot
-        return None
+                if (layer, expert) in spare and not self._mask[layer, expert]:
+                    choice = choice or (memory, slot)
+        return choice
 
     def _count(self) -> None:
         gauge = self._weights.metrics.backup

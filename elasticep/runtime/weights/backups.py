@@ -1,17 +1,21 @@
 """Which node keeps the backup of which expert. Pure.
 
-Expert e of layer l goes to node (l * experts + e) modulo nodes, in the order of their names; if
-that is the only node on which the expert lives, to the next one. So every expert has a holder,
-however experts and nodes divide, no node has more than its share (and what it takes over from its
-neighbour), and a node that comes or goes changes the same thing everywhere without a word.
+Every node has a score for every expert, a hash of its name and the expert, and the expert goes to
+the node with the highest one (rendezvous hashing): a node that comes or goes changes hardly more
+than what it takes or had. Two rules on top: a node on which alone the expert lives does not keep
+its backup, and no node keeps more than an even share of a layer and an eighth, because memory is
+laid out by layers. All nodes come to the same result without a word.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 EMPTY = -1
+_SLACK: Final = 1.125  # times an even share
 
 
 def holders(
@@ -33,18 +37,44 @@ def holders(
     Returns:
         int64 [layers, experts], index into `nodes`.
     """
-    layers = slot_expert.shape[0]
-    count = len(nodes)
-    first = np.arange(layers * experts).reshape(layers, experts) % count
+    layers, count = slot_expert.shape[0], len(nodes)
     lives = np.zeros((layers, experts, count), np.bool_)
     number = {node: index for index, node in enumerate(nodes)}
     for rank, node in node_of.items():
         if node in number:
             layer, slot = np.nonzero(slot_expert[:, rank] != EMPTY)
             lives[layer, slot_expert[layer, rank, slot], number[node]] = True
-    alone = lives.sum(axis=2) == 1
-    here = np.take_along_axis(lives, first[:, :, None], axis=2)[:, :, 0]
-    return np.where(alone & here, (first + 1) % count, first)
+    scores = _scores(nodes, layers, experts)
+    if count > 1:
+        scores[lives & (lives.sum(axis=2) == 1)[:, :, None]] = 0.0
+    free = scores.copy()  # 0 where the node must not or cannot take it
+    room = np.full((layers, count), int(np.ceil(experts / count * _SLACK)))
+    holder = np.full((layers, experts), -1, np.int64)
+    for _ in range(count):
+        choice, best = free.argmax(axis=2), free.max(axis=2)
+        for index in range(count):
+            asks = (holder < 0) & (choice == index) & (best > 0)
+            # Of those that ask in a layer the ones with the highest scores are taken.
+            place = np.where(asks, -best, 1.0).argsort(axis=1, kind="stable").argsort(axis=1)
+            taken = asks & (place < room[:, index, None])
+            holder[taken] = index
+            room[:, index] -= taken.sum(axis=1)
+        if (holder >= 0).all():
+            return holder
+        free *= (room > 0)[:, None, :]
+    return np.where(holder < 0, scores.argmax(axis=2), holder)  # more than the nodes' shares
+
+
+def _scores(nodes: Sequence[str], layers: int, experts: int) -> NDArray[np.float64]:
+    """[layers, experts, nodes], above 0 and below 1; splitmix64 over name and expert."""
+    seeds = np.array([xxhash.xxh3_64_intdigest(node.encode()) for node in nodes], np.uint64)
+    x = np.arange(layers * experts, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+    x = x + seeds[None, :]
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    score: NDArray[np.float64] = ((x >> np.uint64(12)).astype(np.float64) + 1.0) / 2.0**53
+    return score.reshape(layers, experts, len(nodes))
 
 
 def share(mine: NDArray[np.bool_], single: NDArray[np.bool_], slots: int) -> list[tuple[int, int]]:

@@ -114,7 +114,6 @@ class Filler:
     Attributes:
         supply: puts single experts into slots.
         busy: fills of views under way; backups wait for them.
-        searches: grows with every search, which is headway, too.
     """
 
     def __init__(self, node: Node, weights: "GroupWeights") -> None:
@@ -123,7 +122,6 @@ class Filler:
         self._log = node.log.bind(group=weights.name)
         self.supply = Supply(node, weights)
         self.busy = 0
-        self.searches = 0
 
     async def ready(self, seat: SeatWeights, view: ViewTable, wanted: Callable[[], bool]) -> None:
         """Return when every slot that the view gives the seat's rank holds the right expert,
@@ -158,7 +156,7 @@ class Filler:
                 else:
                     # What was asked before may have died since: all are looked for once more.
                     attempt.sure = True
-                    await self._find(attempt, [m[::2] for m in missing])
+                    await self._find(seat, attempt, [m[::2] for m in missing])
                     attempt.nowhere.clear()
         finally:
             self.busy -= 1
@@ -189,7 +187,7 @@ class Filler:
         seat.wanted.add(view.epoch)
         left = len(seat.missing(view.of(seat.rank)))
         if left:
-            seat.epoch, seat.done = view.epoch, 0
+            seat.epoch, seat.done, seat.beats = view.epoch, 0, 0
             seat.total = left * self._weights.unit_bytes
             self._log.info(
                 "weights.filling",
@@ -211,7 +209,7 @@ class Filler:
                     bytes=seat.total,
                     sources=dict(attempt.sources),
                 )
-            seat.epoch = seat.done = seat.total = 0
+            seat.epoch = seat.done = seat.total = seat.beats = 0
         seat.changed.notify()
 
     def _lost(self, seat: SeatWeights, nowhere: dict[Ref, str]) -> None:
@@ -238,19 +236,19 @@ class Filler:
             await seat.changed.until(lambda: False, 2 * _AGAIN_S)
         fresh = attempt.first or time.monotonic() < attempt.found_at + _FRESH_S
         if not fresh or any(m[::2] not in attempt.places for m in batch):
-            await self._find(attempt, [m[::2] for m in free[:_FIND]])
+            await self._find(seat, attempt, [m[::2] for m in free[:_FIND]])
             return  # time has passed: look again at what is left
         await self._batch(seat, attempt, batch)
 
-    async def _find(self, attempt: _Attempt, refs: Collection[Ref]) -> None:
-        self.searches += 1
+    async def _find(self, seat: SeatWeights, attempt: _Attempt, refs: Collection[Ref]) -> None:
+        seat.beats += 1  # who searches is not stuck
         if attempt.first and self._weights.checkpoint and not attempt.sure:
             attempt.places.update((ref, Place()) for ref in refs)  # nobody has anything yet
         else:
             patient = attempt.sure or bool(attempt.troubled)
             attempt.places = await self._weights.finder.find(list(refs), patient=patient)
         attempt.found_at = time.monotonic()
-        self.searches += 1
+        seat.beats += 1
 
     async def _batch(self, seat: SeatWeights, attempt: _Attempt, batch: list[_Missing]) -> None:
         tasks = {asyncio.create_task(self._one(seat, attempt, m)): m for m in batch}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elasticep.runtime.weights.group import GroupWeights
 
 MAX_REFS: Final = 65_536
-_GRACE_S: Final = 0.02  # for further answers, once everything has been found
+_GRACE_S: Final = 0.05  # for further answers, once everything has been found
 _REFS_PER_LIMIT: Final = 8192  # so many take as long again as `find_s`
 _SILENT_TIMES: Final = 3
 _MOST_PIECES: Final = 4096
@@ -106,16 +106,18 @@ class Finder:
         heard: set[str] = set()
         tasks = {asyncio.create_task(self._ask(e, refs, places, heard)): e.node for e in others}
         left = set(tasks)
-        now = time.monotonic()
-        end = now + self._limit_s(len(refs))
+        end = time.monotonic() + self._limit_s(len(refs))
         try:
-            while left and (wait_s := end - time.monotonic()) > 0:
-                _, left = await asyncio.wait(
-                    left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
-                )
+            while left:
                 found = not patient and all(place.found for place in places.values())
                 if found or all(tasks[task] in self._silent for task in left):
                     end = min(end, time.monotonic() + _GRACE_S)
+                wait_s = end - time.monotonic()
+                if wait_s <= 0:
+                    break
+                _, left = await asyncio.wait(
+                    left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             for task in left:
                 task.cancel()

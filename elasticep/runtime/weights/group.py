@@ -224,9 +224,16 @@ class GroupWeights:
     # ---- what is told
 
     def progress(self, rank: int) -> tuple[int, int, int]:
-        """(epoch, bytes done, bytes in all) of what is being staged; zeros when nothing is."""
+        """(epoch, bytes done, bytes in all) of what is being staged; zeros when nothing is.
+
+        Whoever waits for its turn while the node copies for another seat, or for other nodes'
+        answers, makes headway, too: a byte for each time that was seen.
+        """
         seat = self.seats[rank]
-        return seat.epoch, seat.done, seat.total
+        if seat.epoch and seat.memory is not None and self._node.mover.filling(seat.memory):
+            seat.note_headway(self._node.mover.headway)
+        done = max(0, min(seat.done + seat.beats, seat.total))
+        return seat.epoch, done, seat.total
 
     def status(self) -> Iterator[node_pb2.ArenaStatus]:
         """Every arena of the group on this node."""

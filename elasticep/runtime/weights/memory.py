@@ -145,6 +145,13 @@ class ArenaMemory:
         found[known] = self._where[layers[known], experts[known]]
         return found
 
+    def present(self, experts: int) -> NDArray[np.bool_]:
+        """Which of the layer's experts lie here: bool [layers, experts]."""
+        there = np.zeros((self.layout.layers, experts), np.bool_)
+        width = min(experts, self._where.shape[1])
+        there[:, :width] = self._where[:, :width] != NOTHING
+        return there
+
     def units(self) -> Iterator[tuple[int, int, int, bytes]]:
         """(layer, slot, expert, checksum) of every whole expert."""
         for (layer, slot), checksum in list(self.sums.items()):

@@ -37,6 +37,7 @@ class SeatWeights:
         pinned: epochs that were handed to the present incarnation's runner.
         changed: notified when slots, pins or the arena changed.
         epoch, done, total: the view whose weights are being put in place (0: none), in bytes.
+        beats: grows with headway towards it that is no bytes of its own.
     """
 
     def __init__(self, keeper: "SeatKeeper", views: ViewBook) -> None:
@@ -50,6 +51,8 @@ class SeatWeights:
         self.epoch = 0
         self.done = 0
         self.total = 0
+        self.beats = 0
+        self._headway = 0
         self._views = views
 
     @property
@@ -67,6 +70,12 @@ class SeatWeights:
         """A new incarnation has the seat: nobody computes from the arena."""
         self.pinned.clear()
         self.lost = False
+
+    def note_headway(self, headway: int) -> None:
+        """So much was copied on this node, while this seat has its turn before it."""
+        if headway != self._headway:
+            self._headway = headway
+            self.beats += 1
 
     def missing(self, table: NDArray[np.int32]) -> list[tuple[int, int, int]]:
         """(layer, slot, expert) of what a view wants and the arena does not hold.

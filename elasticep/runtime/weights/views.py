@@ -63,25 +63,30 @@ class ViewTable:
 
     @cached_property
     def kept(self) -> dict[str, Any]:
-        """Plain values for the state file, made once."""
-        packed = zlib.compress(self.slots.astype("<i4").tobytes(), 1)
+        """Plain values for the state file, made once, in the daemon's loop: not compressed, which
+        would take milliseconds for each view of a large group.
+        """
+        width = 2 if int(self.slots.max(initial=0)) < 1 << 15 else 4
         return {
             "epoch": self.epoch,
             "previous": self.previous_epoch,
             "members": [[rank, *who] for rank, who in sorted(self.members.items())],
-            "slots": base64.b64encode(packed).decode(),
+            "width": width,
+            "slots": base64.b64encode(self.slots.astype(f"<i{width}").tobytes()).decode(),
         }
 
     @classmethod
     def from_kept(cls, plain: Mapping[str, Any], shape: tuple[int, int, int]) -> Self:
         """Read what `kept` gave; `ValueError` when it is something else."""
         try:
-            packed = base64.b64decode(plain["slots"], validate=True)
-            raw = zlib.decompressobj().decompress(packed, _MOST_TABLE_BYTES)
-            slots = np.frombuffer(raw, "<i4").reshape(shape).astype(np.int32)
+            raw, width = base64.b64decode(plain["slots"], validate=True), plain.get("width")
+            if width is None:  # as earlier daemons wrote it
+                raw, width = zlib.decompressobj().decompress(raw, _MOST_TABLE_BYTES), 4
+            slots = np.frombuffer(raw, {2: "<i2", 4: "<i4"}[width]).reshape(shape)
+            slots = slots.astype(np.int32)
             members = {int(rank): (int(inc), str(node)) for rank, inc, node in plain["members"]}
             return cls(int(plain["epoch"]), int(plain["previous"]), members, slots)
-        except (KeyError, TypeError, zlib.error) as error:
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"a view that cannot be used: {error!r}") from None
 
 
