@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import mmap
 import os
 import signal
@@ -12,17 +13,29 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from elasticep.arena import Arena, SlotState
 from elasticep.runtime.limits import Limits
 from elasticep.runtime.liveness.process import Process
+from elasticep.runtime.weights import backup as backup_module
+from elasticep.runtime.weights.backup import Backup
 from elasticep.runtime.weights.driver import CopyFailed
 from elasticep.runtime.weights.group import GroupWeights
 from elasticep.runtime.weights.ledger import Ledger
 from elasticep.runtime.weights.memory import NOTHING, ArenaMemory, Target
 from elasticep.runtime.weights.messages import Cancel, Copy, Drop, Failure, Hurry, Kind, Source
 from elasticep.runtime.weights.orders import Orders
-from elasticep.testing.mover import LAYOUT, arena_memory, checkpoint, mover_driver, until
+from elasticep.testing.mover import (
+    LAYOUT,
+    Node,
+    arena_memory,
+    checkpoint,
+    mover_driver,
+    until,
+)
+from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
 
 
 def test_a_slot_holds_nothing_until_the_last_copy_into_it_has_ended(tmp_path: Path) -> None:
@@ -214,6 +227,7 @@ def test_labels_count_when_the_mover_of_an_earlier_daemon_is_gone(tmp_path: Path
                 )
                 weights._learn_sums = lambda m: GroupWeights._learn_sums(weights, m)
                 weights._settle = lambda m: GroupWeights._settle(weights, m)
+                weights._later = lambda work: GroupWeights._later(weights, work)
                 weights._used = lambda m: GroupWeights._used(weights, m)
                 GroupWeights.read_labels(weights, memory)
                 assert memory.slot_of(0, 1) in (0, 1)
@@ -275,3 +289,128 @@ def test_orders_are_done_arenas_first_then_what_is_called_off_then_urgent_ones()
     orders.pause(30)  # there is no point in holding it back
     assert orders.called_off
     assert time.monotonic() - begin < 10
+
+
+# ---- reported faults
+
+
+def test_case_11_weights_never_move_without_their_scales(tmp_path: Path) -> None:
+    """Two tensors, one unit: if the scales of a source are not those of its weights, nothing of it
+    is taken.
+    """
+    spec = WeightSpec((TensorSpec.of("w2", "int8", (64, 64)), TensorSpec.of("w2_s", "fp32", (64,))))
+    layout = ArenaLayout(1, 2, spec)
+    units = [bytes([n]) * spec.unit_bytes for n in (1, 2)]
+
+    async def run() -> None:
+        peers = [ArenaMemory.create(layout, rank, f"rank {rank}") for rank in (1, 2)]
+        memory = ArenaMemory.create(layout, 0, "rank 0")
+        for peer in peers:
+            with (
+                open(f"/proc/self/fd/{peer.fd}", "r+b", buffering=0) as file,
+                contextlib.closing(mmap.mmap(file.fileno(), layout.total_bytes)) as whole,
+            ):
+                arena = Arena(whole, layout)
+                arena.write(0, 0, 7, units[0])
+                if peer is peers[0]:
+                    weights, scales = arena.pieces(0, 0)
+                    assert (len(weights), len(scales)) == (64 * 64, 64 * 4)
+                    scales[:] = units[1][: len(scales)]  # an old scale beside the new weights
+                    del weights
+                    scales.release()
+                arena.release()
+        with mover_driver(tmp_path) as mover:
+            mover.lend(memory)
+            sources = [
+                Source(kind=Kind.REPLICA, arena=mover.lend(peer), slot=0, node="n1", rank=rank)
+                for rank, peer in enumerate(peers, 1)
+            ]
+            with pytest.raises(CopyFailed) as lied:
+                await mover.copy(Target(memory, 0, 1, 7), b"", sources[0], urgent=True)
+            assert lied.value.failure is Failure.LIED
+            assert memory.arena.label(0, 1).state is SlotState.EMPTY
+            await mover.copy(Target(memory, 0, 1, 7), b"", sources[1], urgent=True)
+            assert memory.arena.read(0, 1, 7)[0] == units[0]
+        for used in (*peers, memory):
+            used.close()
+
+    asyncio.run(run())
+
+
+def test_case_16_a_mover_that_hangs_is_reported_and_replaced(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        limits = Limits(mover_stall_s=0.3)
+        with arena_memory() as memory, mover_driver(tmp_path, 1_000_000, limits) as mover:
+            mover.lend(memory)
+            copies = [
+                asyncio.create_task(
+                    mover.copy(Target(memory, 0, slot, slot), b"", source, urgent=False)
+                )
+                for slot in range(3)
+            ]
+            await until(lambda: memory.arena.label(0, 0).state is not SlotState.EMPTY)
+            pid = mover.pid
+            with capture_logs() as events:
+                os.kill(pid, signal.SIGSTOP)
+                results = await asyncio.gather(*copies, return_exceptions=True)
+            assert sum(isinstance(result, CopyFailed) for result in results) <= 1
+            assert mover.pid not in (0, pid)
+            said = [event["event"] for event in events]
+            assert "weights.mover_stuck" in said
+            assert said.index("weights.mover_stuck") < said.index("weights.mover_ended")
+            ends = {
+                sample.labels["why"]: sample.value
+                for metric in mover.metrics.mover_restarts.collect()
+                for sample in metric.samples
+                if sample.name.endswith("_total")
+            }
+            assert ends == {"stuck": 1.0, "ended": 1.0}
+
+    asyncio.run(run())
+
+
+def test_case_16_a_backup_that_fails_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint(tmp_path)
+    monkeypatch.setattr(backup_module, "_RETRY_S", 0.05)
+    share, calls = Backup._share, 0
+
+    def failing(backup: Backup, view: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("of its own")
+        return share(backup, view)
+
+    monkeypatch.setattr(Backup, "_share", failing)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path) as mover:
+            node = Node(mover, memory, [source], source.path)
+            weights = cast(Any, node)
+            weights.layout, weights.experts = LAYOUT, 3
+            weights.config = dataclasses.replace(node.config, backup_bytes=10 << 20)
+            weights.fd_store = SimpleNamespace(put_one=lambda *_: None, remove_one=lambda *_: None)
+            weights.lend = mover.lend
+
+            async def reserve(layout: ArenaLayout, rank: int, name: str) -> ArenaMemory:
+                return ArenaMemory.create(layout, rank, name)
+
+            weights.reserve = reserve
+            backup = Backup(weights, weights)
+            with capture_logs() as events:
+                node.log = structlog.get_logger()
+                backup._log = structlog.get_logger()
+                backup.update(node.view(1, [[0, 1, 2]] * 2, 0))
+                await until(lambda: any(e["event"] == "backup.complete" for e in events))
+            assert [e["event"] for e in events if e["event"].startswith("backup.")] == [
+                "backup.failed",
+                "backup.complete",
+            ]
+            assert backup.held == len(backup.wanted) == 6
+            backup.drop()
+
+    asyncio.run(run())

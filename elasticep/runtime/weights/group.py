@@ -1,7 +1,7 @@
 """The expert weights of one group on one node: arenas, backup, what is known of them, who asks."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from elasticep.errors import ElasticEPError, Unavailable
@@ -59,6 +59,7 @@ class GroupWeights:
         }
         self._dead: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._compared = 0
         self.finder = Finder(node, self)
         self.reach = Reach(node, self)
         self.filler = Filler(node, self)
@@ -136,9 +137,7 @@ class GroupWeights:
     def _used(self, memory: ArenaMemory) -> None:
         """No earlier mover writes into an arena any more: its labels count now."""
         if not memory.settled:
-            task = asyncio.create_task(self._settle(memory))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._later(self._settle(memory))
 
     async def _settle(self, memory: ArenaMemory) -> None:
         for layer in range(memory.layout.layers):
@@ -218,8 +217,23 @@ class GroupWeights:
         for seat in self.seats.values():
             seat.changed.notify()
         view = self.views.get(epoch)
-        if view is not None:
-            self.backup.update(view)
+        if view is None:
+            return
+        self.backup.update(view)
+        if view.previous_epoch == 0 and self.checkpoint and epoch != self._compared:
+            self._compared = epoch
+            refs = {
+                (layer, expert)
+                for seat in self.seats.values()
+                if seat.memory is not None
+                for layer, _, expert, _ in seat.memory.units()
+            }
+            self._later(self.filler.supply.compare(refs))
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ---- what is told
 

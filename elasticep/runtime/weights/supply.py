@@ -10,14 +10,14 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elasticep.runtime.node import Node
 from elasticep.runtime.weights.driver import CopyFailed
 from elasticep.runtime.weights.finder import Place
-from elasticep.runtime.weights.ledger import Verdict
+from elasticep.runtime.weights.ledger import Ref, Verdict
 from elasticep.runtime.weights.memory import ArenaMemory, Target
 from elasticep.runtime.weights.messages import Failure, Kind, Source
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elasticep.runtime.weights.group import GroupWeights
 
 _Slot = tuple[ArenaMemory, int, int]
+_SHOWN: Final = 8
 _SHUN_S: Final = 10.0  # a source that failed is tried last for so long
 _HERE: Final = frozenset(
     {Failure.MOVER, Failure.CANCELLED, Failure.BUSY, Failure.AWAY, Failure.STALLED}
@@ -195,6 +196,22 @@ class Supply:
             nodes=nodes,
             disputed=disputed,
         )
+
+    async def compare(self, refs: Collection[Ref]) -> None:
+        """Say which nodes noted other checksums than this one: as when each loaded from its own
+        checkpoint, and they are not the same.
+        """
+        places = await self._weights.finder.find(list(refs), patient=True)
+        ledger = self._weights.ledger
+        differ = {ref: ledger.judge(*ref, place.said).outvoted for ref, place in places.items()}
+        wrong = sorted(ref for ref, nodes in differ.items() if nodes)
+        if wrong:
+            self._log.error(
+                "weights.checkpoints_differ",
+                nodes=sorted({node for nodes in differ.values() for node in nodes}),
+                experts=[list(ref) for ref in wrong[:_SHOWN]],
+                count=len(wrong),
+            )
 
     async def _sources(self, work: _Work, verdict: Verdict) -> list[Source]:
         ref, place = work.target.ref, work.place
