@@ -15,6 +15,7 @@ _EXPORTS: dict[str, str] = {
     "ALLGATHER": "elasticep.spec",
     "AUTO": "elasticep.spec",
     "AttachError": "elasticep.errors",
+    "Busy": "elasticep.errors",
     "CapExceeded": "elasticep.errors",
     "CheckpointError": "elasticep.errors",
     "ChecksumMismatch": "elasticep.errors",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from elasticep.client.view import View
     from elasticep.errors import (
         AttachError,
+        Busy,
         CapExceeded,
         CheckpointError,
         ChecksumMismatch,
@@ -129,6 +131,7 @@ __all__ = [
     "NORMAL",
     "ROUTED",
     "AttachError",
+    "Busy",
     "CapExceeded",
     "CheckpointError",
     "ChecksumMismatch",
