@@ -15,6 +15,8 @@ from elasticep.testing.cluster import daemon_name
 _STEPS_AFTER: Final = 40  # until the load under the new placement is looked at
 _STEPS_BEFORE: Final = 40  # what a step takes otherwise is the median of so many
 _NS_PER_MS: Final = 1e6
+_TIMES: Final = 3.0  # no step while experts move may take longer than so many usual ones
+_TIMES_LONGEST: Final = 1.5  # or, on a machine where some steps take long anyhow, than the longest
 
 
 def environment(settings: DemoSettings) -> dict[str, dict[str, str]]:
@@ -104,6 +106,7 @@ class Balance:
     def details(self) -> dict[str, Any]:
         """Figures for the report."""
         median = statistics.median(self._moving_ms or self._usual_ms or [0.0])
+        longest = max(self._moving_ms, default=0.0)
         return {
             "imbalance_before": self._plan.get("imbalance_before"),
             "imbalance_planned": self._plan.get("imbalance_after"),
@@ -114,9 +117,19 @@ class Balance:
             "done": self._result.get("done", False),
             "step_ms_usual": round(statistics.median(self._usual_ms or [0.0]), 3),
             "step_ms_median": round(median, 3),
-            "step_ms_longest": round(max(self._moving_ms, default=0.0), 3),
+            "step_ms_longest": round(longest, 3),
+            "step_ms_limit": round(self.limit_ms, 3),
             "steps_watched": len(self._moving_ms),
+            "steps_waited": not self._moving_ms or longest > self.limit_ms,
         }
+
+    @property
+    def limit_ms(self) -> float:
+        """What a step may take while experts move: three times what it takes before. A busy
+        machine makes some steps long by itself, so half as long again as those is no wait either.
+        """
+        usual = self._usual_ms or [0.0]
+        return max(_TIMES * statistics.median(usual), _TIMES_LONGEST * max(usual))
 
     def end(self) -> None:
         """Nothing of it is left."""

@@ -7,8 +7,6 @@ by themselves; the parent hears what they tell it and moves requests of a dead r
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,8 +14,10 @@ from typing import Any, Final
 
 from elasticep.demo import balance, weights
 from elasticep.demo.display import Display, Progress, RankLine
+from elasticep.demo.drain import Drain
 from elasticep.demo.journal import Assignment, Journal
-from elasticep.demo.measure import KillWatch, steps_repeated
+from elasticep.demo.judging import Facts, judge
+from elasticep.demo.measure import KillWatch
 from elasticep.demo.report import Report
 from elasticep.demo.scenario import Scenario, script
 from elasticep.demo.settings import GROUP, REQUESTS_PER_RANK, DemoSettings, Kill, Restore
@@ -69,18 +69,14 @@ class Demo:
         )
         self._watch: KillWatch | None = None
         self._inside: dict[int, int] = {}  # rank -> step that it is in
-        self._draining: subprocess.Popen[bytes] | None = None
+        self._drain = Drain()
         self._balance = balance.Balance()
         self.victim, self.ranks = settings.victim, settings.ranks
         idle = settings.scenario.kills and settings.kill is Kill.NONE
         self._script = None if idle else script(settings.scenario, self)
         self._recovery_told = False
         self._restarted = False
-        self._torn: list[tuple[int, int]] = []
-        self._replay_errors: dict[int, int] = {}
-        self._epochs: set[int] = set()
-        self._moved = 0
-        self._served_s = 0.0
+        self._facts = Facts()
         self._killed_unit = {
             Kill.DAEMON: daemon_name(self._cluster.node_of(settings.victim)),
             Kill.CONTROLLER: CONTROLLER,
@@ -97,7 +93,7 @@ class Demo:
             begin = time.monotonic()
             while not self._finished():
                 self._turn()
-            self._served_s = time.monotonic() - begin
+            self._facts.served_s = time.monotonic() - begin
             self._stop_engines()
             return self._judge()
         finally:
@@ -176,12 +172,7 @@ class Demo:
                 next(self._script)
             except StopIteration:
                 self._script = None
-        draining = self._draining
-        if draining is not None and draining.poll() is not None:
-            self._draining = None
-            said = draining.communicate()[0].decode().strip()
-            if draining.returncode:
-                raise Unavailable(f"the drain failed: {said}")
+        self._drain.look()
 
     def _hear_cluster(self) -> None:
         for event in self._cluster.events():
@@ -215,8 +206,8 @@ class Demo:
             self._watch.entered(rank, message["epoch"], message["at_ns"])
 
     def _on_torn(self, rank: int, message: Message) -> None:
-        first = message["step"] not in {step for _, step in self._torn}
-        self._torn.append((rank, message["step"]))
+        first = message["step"] not in {step for _, step in self._facts.torn}
+        self._facts.torn.append((rank, message["step"]))
         if self._watch is not None:
             self._watch.torn(rank, message["at_ns"])
         if first:
@@ -231,8 +222,8 @@ class Demo:
         line.tokens += len(message["answers"])
         self._balance.step(rank, message["at_ns"])
         self._progress.add_tokens(len(message["answers"]))
-        self._epochs.add(message["epoch"])
-        self._replay_errors[rank] = message["replay_errors"]
+        self._facts.epochs.add(message["epoch"])
+        self._facts.replay_errors[rank] = message["replay_errors"]
         if self._watch is not None:
             self._watch.complete(rank, message["epoch"], message["begun_ns"], message["at_ns"])
             self._tell_recovery()
@@ -284,15 +275,7 @@ class Demo:
 
     def drain(self, ranks: Sequence[int]) -> None:
         """Ask the controller to take ranks out of service, as an operator would."""
-        named = ",".join(str(rank) for rank in ranks)
-        self._draining = subprocess.Popen(
-            [sys.executable, "-m", "elasticep.cli.main", "drain", GROUP, named,
-             "--controllers", self._controller, "--reason", "the demo"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._display.event(f"elasticep drain {GROUP} {named}")
+        self._display.event(self._drain.ask(self._controller, GROUP, ranks))
 
     @property
     def _controller(self) -> str:
@@ -354,7 +337,7 @@ class Demo:
         for heir, assignments in taken.items():
             self._assign(heir, assignments)
         moved = sum(len(assignments) for assignments in taken.values())
-        self._moved += moved
+        self._facts.moved += moved
         heirs = ", ".join(str(heir) for heir in sorted(taken))
         self._display.event(
             f"engine {rank} is gone; {moved} requests taken over by ranks {heirs}"
@@ -374,7 +357,7 @@ class Demo:
     def _finished(self) -> bool:
         if not self._journal.done:
             return False
-        return self._script is None and self._draining is None
+        return self._script is None and not self._drain.under_way
 
     def _stop_engines(self) -> None:
         """All leave after the same step, so that nobody waits for one who is gone."""
@@ -389,57 +372,24 @@ class Demo:
         self._display.event(f"all answers are whole; engines left after step {last}")
 
     def _judge(self) -> Report:
-        from elasticep.demo.reference import run_reference
-
         s = self._settings
-        requests = [
-            Assignment(number, entry.prompt, (), entry.max_new)
-            for number, entry in enumerate(self._journal.entries)
-        ]
-        reference = run_reference(self._model, s.sizes, requests, s.length)
-        self._display.event("compared with a single-process run of the same model")
-        differing = self._journal.differing(reference.tokens)
-        replay_errors = sum(self._replay_errors.values())
-        watch = self._watch
-        survivors = watch.survivors if watch is not None else frozenset(self._lines)
-        return Report(
-            ranks=s.ranks,
-            nodes=s.nodes,
-            killed=s.kill.value,
-            detect_ms=watch.detect_ms if watch is not None else None,
-            recover_ms=watch.recover_ms if watch is not None else None,
-            steps_repeated=steps_repeated(self._torn, survivors),
-            tokens_total=self._journal.tokens_total,
-            tokens_identical=not differing and not replay_errors,
-            requests_lost=self._journal.lost,
-            epochs=sorted(self._epochs),
-            details=self._details(reference.min_margin, differing, replay_errors),
-        )
-
-    def _details(self, margin: float, differing: list[int], replay_errors: int) -> dict[str, Any]:
-        s = self._settings
-        restored = {} if s.restore is None else {"restored": weights.restored(self._cluster)}
-        if s.scenario is Scenario.REBALANCE:
-            restored = {"rebalance": self._balance.details()}
-        return {
-            **restored,
-            "scenario": s.scenario.value,
+        details: dict[str, Any] = {
             "victim": self._victim_name(),
-            "min_margin": margin,
-            "requests": len(self._journal.entries),
-            "requests_moved": self._moved,
-            "requests_differing": differing,
-            "replay_errors": replay_errors,
             "steps": max(line.step for line in self._lines.values()),
-            "seconds_serving": round(self._served_s, 3),
         }
+        if s.restore is not None:
+            details["restored"] = weights.restored(self._cluster)
+        if s.scenario is Scenario.REBALANCE:
+            details["rebalance"] = self._balance.details()
+        facts, ranks = self._facts, frozenset(self._lines)
+        return judge(
+            s, self._model, self._journal, facts, self._watch, ranks, self._display, details
+        )
 
     def _end(self) -> None:
         for engine in self._engines.values():
             engine.end()
-        if self._draining is not None:
-            self._draining.kill()
-            self._draining.wait()
+        self._drain.end()
         self._balance.end()
         self._cluster.stop()
         self._selector.close()

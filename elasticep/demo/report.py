@@ -37,8 +37,9 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost and nothing was wrong."""
-        return self.tokens_identical and self.requests_lost == 0
+        """Whether nothing was lost, nothing was wrong, and no step waited for weights."""
+        waited = self.details.get("rebalance", {}).get("steps_waited", False)
+        return self.tokens_identical and self.requests_lost == 0 and not waited
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -68,8 +69,11 @@ class Report:
         before, after = figures["imbalance_before"], figures["imbalance_after"]
         planned = figures["imbalance_planned"]
         median, longest = figures["step_ms_median"], figures["step_ms_longest"]
-        times = longest / max(median, 1e-9)
-        steps = f"median {median:.1f} ms, longest {longest:.1f} ms ({times:.1f} times)"
+        usual, limit = figures["step_ms_usual"], figures["step_ms_limit"]
+        steps = (
+            f"median {median:.1f} ms (before: {usual:.1f} ms), longest {longest:.1f} ms, "
+            f"{'TOO LONG' if figures['steps_waited'] else 'within'} the limit of {limit:.1f} ms"
+        )
         return [
             ("imbalance", f"{before:.3f} -> {after:.3f} (planned {planned:.3f})"),
             ("experts copied", f"{figures['moves']} in {figures['views']} views"),

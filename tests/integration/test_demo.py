@@ -107,8 +107,8 @@ def test_experts_move_by_their_load_and_steps_go_on(folder: Path) -> None:
     assert figures["imbalance_planned"] < 1.1
     assert figures["imbalance_after"] < 1.3
     assert figures["steps_watched"] > 0
-    # 1.4 to 2 times on a quiet machine; to wait for weights would be seconds.
-    assert figures["step_ms_longest"] < 5 * figures["step_ms_median"]
+    assert figures["steps_waited"] is False, figures
+    assert figures["step_ms_limit"] > figures["step_ms_usual"] > 0
     assert len(report["epochs"]) == 1 + figures["views"]
 
 
