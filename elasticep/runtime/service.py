@@ -32,7 +32,7 @@ from elasticep.runtime.limits import MAX_ATTACH_WAIT_MS
 from elasticep.runtime.liveness.waits import describe
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.session import Session
-from elasticep.runtime.weights.serve import WeightsService
+from elasticep.runtime.weights.serve import CHUNK_READ_S, WeightsService
 
 _LAUNCH: Final = {
     abi.Launch.SERVICE: types_pb2.LAUNCH_SERVICE,
@@ -103,11 +103,14 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     ) -> None:
         """One expert's weights. A reader that stops reading is left, and others get its turn."""
         try:
+            now = asyncio.get_running_loop().time
+            end = now() + self._weights.read_s(request.group)
             async with (
-                asyncio.timeout(self._weights.read_s(request.group)),
+                asyncio.timeout_at(end) as limit,
                 contextlib.aclosing(self._weights.read(request)) as chunks,
             ):
                 async for chunk in chunks:
+                    limit.reschedule(min(end, now() + CHUNK_READ_S))
                     await context.write(chunk)
         except TimeoutError:
             await abort(context, Unavailable("the expert was read too slowly"))

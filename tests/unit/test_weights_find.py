@@ -326,7 +326,10 @@ def test_a_daemon_that_trickles_or_sends_nonsense_is_left(
     asyncio.run(run())
 
 
-def test_a_reader_that_stops_reading_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["of a chunk", "of a unit"])
+def test_a_reader_that_stops_reading_gives_its_place_up(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     async def run() -> None:
         with arena_memory() as memory:
             memory.note(0, 0, 1, b"x" * 16)
@@ -334,7 +337,10 @@ def test_a_reader_that_stops_reading_gives_its_place_up(monkeypatch: pytest.Monk
                 memory.arena, "require", lambda *_: SimpleNamespace(checksum=b"x" * 16)
             )
             service = service_of(group_of([memory], [], 3))
-            monkeypatch.setattr(service, "read_s", lambda _: 0.2)
+            if limit == "of a chunk":
+                monkeypatch.setattr("elasticep.runtime.service.CHUNK_READ_S", 0.2)
+            else:
+                monkeypatch.setattr(service, "read_s", lambda _: 0.2)
             request = node_pb2.ReadExpertRequest(group="g", expert=1, incarnation=1)
             said: list[Any] = []
 

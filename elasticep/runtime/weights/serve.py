@@ -13,10 +13,13 @@ from elasticep.runtime.weights.finder import MAX_REFS
 from elasticep.runtime.weights.group import GroupWeights
 from elasticep.runtime.weights.lookup import look_up
 from elasticep.runtime.weights.memory import NOTHING, ArenaMemory
-from elasticep.runtime.weights.sources import CHUNK_BYTES, LEAST_BYTES_PER_S
+from elasticep.runtime.weights.sources import CHUNK_BYTES
 
 MAX_READS: Final = 8
-_READ_S: Final = 5.0
+CHUNK_READ_S: Final = 5.0
+"""A reader that takes nothing for this long has stopped."""
+
+_LEAST_READ_BYTES_PER_S: Final = 64 * 1024
 _BREATH: Final = 256  # experts looked up before others get their turn
 
 
@@ -76,8 +79,10 @@ class WeightsService:
         return answer
 
     def read_s(self, name: str) -> float:
-        """How long sending one expert of a group may take; a reader that is slower is left."""
-        return _READ_S + self._weights(name).unit_bytes / LEAST_BYTES_PER_S
+        """How long sending one expert of a group may take; a reader that is slower is left. Far
+        more than a reader who keeps to a rate takes.
+        """
+        return CHUNK_READ_S + self._weights(name).unit_bytes / _LEAST_READ_BYTES_PER_S
 
     async def read(
         self, request: node_pb2.ReadExpertRequest
