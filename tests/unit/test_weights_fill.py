@@ -1,9 +1,13 @@
 """How a rank's arena is filled: two views at once, notes that lie, and what an answer means."""
 
 import asyncio
+import os
+import random
+import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elasticep.arena import SlotState
@@ -16,6 +20,7 @@ from elasticep.runtime.weights.memory import Target
 from elasticep.runtime.weights.messages import Failure, Kind, Source
 from elasticep.runtime.weights.supply import End, Wish
 from elasticep.testing.mover import Node, arena_memory, checkpoint, mover_driver, until
+from elasticep.testing.weights import wrong_labels
 
 EMPTY = [[-1, -1, -1]] * 2
 
@@ -240,5 +245,61 @@ def test_where_experts_are_is_not_believed_for_ever(
             assert memory.valid == 6
             assert node.finds[0] == [(layer, e) for layer in range(2) for e in range(3)]
             assert all(len(refs) <= fill._FIND for refs in node.finds)
+
+    asyncio.run(run())
+
+
+def test_whatever_happens_views_in_use_read_what_they_name(tmp_path: Path) -> None:
+    """Views that overlap, are overtaken or adopted, while movers are killed: no slot of a view that
+    runs, or was handed out and may still run, is ever anything but its expert, whole.
+    """
+    source = checkpoint(tmp_path)
+    rng = random.Random(11)
+
+    async def run() -> None:
+        with arena_memory() as memory, mover_driver(tmp_path, rate=20_000_000) as mover:
+            node = Node(mover, memory, [source], source.path)
+            tables = {1: np.full((2, 3), -1, np.int32)}
+            node.view(1, tables[1].tolist(), 0)
+            looked = 0
+
+            def look() -> None:
+                nonlocal looked
+                for epoch in {node.epoch, *node.seat.pinned}:
+                    if epoch >= node.epoch:
+                        for layer, slot in np.argwhere(tables[epoch] >= 0).tolist():
+                            label = memory.arena.label(layer, slot)
+                            assert label.holds(int(tables[epoch][layer, slot])), (epoch, label)
+                            looked += 1
+
+            tasks: dict[int, asyncio.Task[None]] = {}
+            for epoch in range(2, 40):
+                open_tables = [tables[e] for e in {node.epoch, *tasks}]
+                free = np.all([table < 0 for table in open_tables], axis=0)
+                table = np.where(free, rng.choice([-1, 0, 1, 2]), open_tables[0])
+                table = np.where(np.array([[rng.random() < 0.3] * 3] * 2), -1, table)
+                tables[epoch] = table.astype(np.int32)
+                view = node.view(epoch, table.tolist(), node.epoch)
+                tasks[epoch] = node.ready(view, lambda e=epoch: e >= node.epoch)  # type: ignore[misc]
+                for _ in range(rng.randrange(12)):
+                    await asyncio.wait({*tasks.values()}, timeout=0.004)
+                    look()
+                if rng.random() < 0.3 and mover.pid:
+                    os.kill(mover.pid, signal.SIGKILL)
+                ready = [e for e, task in tasks.items() if task.done() and not task.exception()]
+                if len(tasks) >= 3:  # one has to be adopted before the next one is proposed
+                    latest = tasks[max(tasks)]
+                    while not latest.done():
+                        await asyncio.wait({latest}, timeout=0.004)
+                        look()
+                    await latest
+                    ready.append(max(tasks))
+                if ready:
+                    node.epoch = max(ready)
+                    tasks = {e: task for e, task in tasks.items() if e > node.epoch}
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            look()
+            assert looked > 200
+            assert not wrong_labels(memory.arena)
 
     asyncio.run(run())
