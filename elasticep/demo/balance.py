@@ -45,6 +45,7 @@ class Balance:
         self._last_ns: dict[int, int] = {}
         self._usual_ms: list[float] = []
         self._moving_ms: list[float] = []
+        self._still_ms: list[float] = []  # while the command starts, and afterwards
         self._after = 0
         self._plan: dict[str, Any] = {}
         self._result: dict[str, Any] = {}
@@ -70,8 +71,9 @@ class Balance:
             self._usual_ms = [*self._usual_ms[1 - _STEPS_BEFORE * len(self._last_ns) :], took_ms]
         elif self._phase is _Phase.MOVING:
             self._moving_ms.append(took_ms)
-        elif self._phase is _Phase.AFTER:
-            self._after += 1
+        else:
+            self._still_ms.append(took_ms)
+            self._after += self._phase is _Phase.AFTER
 
     def look(self, group: str) -> bool:
         """Whether it is done and measured; to be called again until it is.
@@ -126,10 +128,12 @@ class Balance:
     @property
     def limit_ms(self) -> float:
         """What a step may take while experts move: three times what it takes before. A busy
-        machine makes some steps long by itself, so half as long again as those is no wait either.
+        machine, on which the operator's command takes a core as it starts, makes some steps long
+        by itself; half as long again as those is no wait for weights either.
         """
         usual = self._usual_ms or [0.0]
-        return max(_TIMES * statistics.median(usual), _TIMES_LONGEST * max(usual))
+        longest = max(*usual, *self._still_ms, 0.0)
+        return max(_TIMES * statistics.median(usual), _TIMES_LONGEST * longest)
 
     def end(self) -> None:
         """Nothing of it is left."""

@@ -8,11 +8,20 @@ from elasticep.demo.balance import Balance, _Phase
 from elasticep.demo.report import Report
 
 
-def figures(before: list[float], moving: list[float]) -> dict[str, Any]:
-    """Two ranks step; a step takes so many ms before, and so many while experts move."""
+def figures(
+    before: list[float], moving: list[float], asked: list[float] | None = None
+) -> dict[str, Any]:
+    """Two ranks step; a step takes so many ms before, while the command starts, and while experts
+    move."""
     balance = Balance()
     at_ns = 0
-    for phase, times in ((_Phase.BEFORE, [1.0, *before]), (_Phase.MOVING, moving)):
+    phases = (
+        (_Phase.BEFORE, [1.0, *before]),
+        (_Phase.ASKED, asked or [10.0]),
+        (_Phase.MOVING, moving),
+        (_Phase.AFTER, [10.0]),
+    )
+    for phase, times in phases:
         balance._phase = phase
         for ms in times:
             at_ns += int(ms * 1e6)
@@ -39,6 +48,11 @@ def test_no_step_takes_three_times_what_it_takes_otherwise(
     assert found["steps_waited"] is waited
     assert found["step_ms_usual"] == 10.0
     assert found["step_ms_limit"] == (120.0 if 80.0 in before else 30.0)
+
+
+def test_what_the_command_costs_as_it_starts_is_no_wait() -> None:
+    assert figures([10.0] * 20, [50.0], asked=[40.0])["steps_waited"] is False
+    assert figures([10.0] * 20, [70.0], asked=[40.0])["steps_waited"] is True
 
 
 @pytest.mark.parametrize("waited", [True, False])
