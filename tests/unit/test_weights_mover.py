@@ -89,25 +89,32 @@ def test_a_copy_called_off_before_it_began_leaves_what_was_there(tmp_path: Path)
 
 
 def test_an_urgent_copy_does_not_wait_for_paced_ones(tmp_path: Path) -> None:
-    """Five units of five seconds each are under way when somebody waits for one to serve."""
+    """Eleven units of five seconds each are under way when somebody waits for one to serve."""
     source = checkpoint(tmp_path)
 
     async def run() -> None:
-        with arena_memory() as memory, mover_driver(tmp_path, rate=50_000) as mover:
+        with (
+            arena_memory() as memory,
+            arena_memory() as other,
+            mover_driver(tmp_path, rate=50_000) as mover,
+        ):
             mover.lend(memory)
+            mover.lend(other)
+            places = [(layer, slot) for layer in range(2) for slot in range(3)]
+            targets = [Target(memory, layer, slot, slot) for layer, slot in places]
+            last = targets.pop()
+            targets = [Target(other, layer, slot, slot) for layer, slot in places] + targets
             paced = [
-                asyncio.create_task(
-                    mover.copy(Target(memory, layer, slot, slot), b"", source, urgent=False)
-                )
-                for layer, slot in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+                asyncio.create_task(mover.copy(target, b"", source, urgent=False))
+                for target in targets
             ]
-            await until(lambda: memory.arena.label(0, 0).state is not SlotState.EMPTY)
-            await mover.copy(Target(memory, 1, 2, 2), b"", source, urgent=True)
+            await until(lambda: other.arena.label(0, 0).state is not SlotState.EMPTY)
+            await asyncio.wait_for(mover.copy(last, b"", source, urgent=True), 15)
             assert sum(task.done() for task in paced) <= 1  # the one that was in its way
             # One that others wait for now is not held back any more, nor does it wait its turn.
-            mover.hurry(Target(memory, 1, 1, 1))
-            await paced[4]
-            assert sum(task.done() for task in paced[:4]) <= 2
+            mover.hurry(targets[-1])
+            await asyncio.wait_for(paced[-1], 15)
+            assert sum(task.done() for task in paced[:-1]) <= 2
             for task in paced:
                 task.cancel()
             await asyncio.gather(*paced, return_exceptions=True)
