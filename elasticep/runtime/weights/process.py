@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from elasticep.runtime.weights.mover import TLS_VARIABLE
 _RESTART_S: Final = 0.1
 _RESTART_MAX_S: Final = 5.0
 _WATCH_S: Final = 0.25
+_CLOSE_S: Final = 2.0  # for a killed one to be gone; one that the kernel holds is left behind
 _PACKETS: Final = 32  # read before others get their turn
 STARTS: Final = 5
 """Movers in a row that may end without copying before whoever waits is told."""
@@ -239,11 +241,20 @@ class MoverProcess:
             self._timer.cancel()
         if self._process is not None:
             self._process.kill()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._process.pid, 0)
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                _reap(self._process.pid)
             self._process.close()
             self._process = None
         if self._sock is not None:
             asyncio.get_running_loop().remove_reader(self._sock)
             self._sock.close()
             self._sock = None
+
+
+def _reap(pid: int) -> None:
+    fd = os.pidfd_open(pid)
+    try:
+        select.select([fd], [], [], _CLOSE_S)
+    finally:
+        os.close(fd)
+    os.waitpid(pid, os.WNOHANG)
