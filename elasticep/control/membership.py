@@ -185,6 +185,12 @@ class Membership:
                 self._s.confirm_gone(seat, now_ms, why, out)
         for report in event.seats:
             self._report(event.node, report, now_ms, out, hello=True)
+        # It may have missed who ended, and no view may be open to say so: its ranks would wait.
+        out.after.extend(
+            ev.Fence(event.node, gone.rank, gone.incarnation, self._s.next_epoch, "it is over")
+            for gone in (left.member for left in self._s.left)
+            if self._s.over(gone)
+        )
         out.after.append(ev.Tell(event.node, self._s.policies))
 
     def _node_disconnected(self, event: ev.NodeDisconnected, now_ms: int, out: Outcome) -> None:

@@ -131,7 +131,7 @@ class GroupState:
             self.pending = [Pending(view, now_ms, frozenset(joiners), shown=forms, seen=True)]
             self.open_epoch = view.previous_epoch
             self.left = [Left(member, view.epoch) for member in view.expelled]
-        self.left += [Left(m) for m in view.members if not self.seats[m.rank].live]
+        self.left += [Left(member) for member in view.members if self.over(member)]
 
     def _restore_seat(self, seat: Seat, record: ev.SaveSeat, now_ms: int) -> None:
         seat.incarnation, seat.node = record.incarnation, record.node
@@ -151,15 +151,15 @@ class GroupState:
         """Seats whose present incarnation is or was on this node."""
         return [seat for seat in self.seats.values() if seat.node == node and seat.incarnation]
 
+    def over(self, member: Member) -> bool:
+        """Whether an incarnation is over."""
+        seat = self.seats[member.rank]
+        return seat.incarnation != member.incarnation or not seat.live
+
     def live_members(self) -> list[Seat]:
         """Seats of the latest view's members that are not over."""
-        if self.view is None:
-            return []
-        return [
-            seat
-            for member in self.view.members
-            if (seat := self.seats[member.rank]).incarnation == member.incarnation and seat.live
-        ]
+        members = self.view.members if self.view is not None else ()
+        return [self.seats[member.rank] for member in members if not self.over(member)]
 
     @property
     def unadopted(self) -> int:

@@ -206,3 +206,18 @@ def test_nobody_hears_of_an_end_before_its_incarnation_is_in_the_store() -> None
     ended = Fence("b", 3, 2, world.view.epoch + 1, "its node holds no worker")
     assert ended not in out.now
     assert ended in out.after
+
+
+@pytest.mark.parametrize("next_leader", [False, True])
+def test_a_node_that_was_away_hears_who_ended_meanwhile(next_leader: bool) -> None:
+    """Also when no view can say so because two are open: its ranks would wait for the dead."""
+    world = formed({"a": (0, 1), "b": (2, 3)}, flap_limit=0)
+    world.cut("b")
+    world.kill(0)
+    world.run()  # the seat is given out again before anybody on b knows
+    assert world.seat(0)[1].incarnation == 2
+    if next_leader:
+        world.restart_controller()
+    world.connect("b")
+    fences = [send for send in world.nodes["b"].inbox if isinstance(send, ev.Fence)]
+    assert [(fence.rank, fence.incarnation) for fence in fences] == [(0, 1)]
