@@ -14,7 +14,6 @@ Out: `{"event": "ready" | "exited" | "failed" | "up" | "etcd", ...}`.
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from typing import Any, Final
 
 from elasticep.errors import ElasticEPError
 from elasticep.testing.etcd import LocalEtcd
+from elasticep.testing.folders import remove_folder
 from elasticep.testing.units import Unit, UnitSpec, adopt_orphans, descendants
 
 CONTROLLER: Final = "controller"
@@ -258,7 +258,7 @@ class Supervisor:
             self._etcd.close()
         self._end_rest()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)  # with its mark: who made it may be dead
         self._tell(event="stopped")
 
     @staticmethod
