@@ -10,6 +10,8 @@ EXTRAS ?= local,cuda,nixl,engines,dev
 ELASTICEP_CUDA ?= AUTO
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
+# Two at a time: most tests wait for processes. The slow files come first in their names' order.
+PYTEST_WORKERS ?= 2
 
 BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
@@ -60,7 +62,7 @@ demo: build
 	$(VENV)/bin/elasticep demo --ranks 4 --nodes 2 --kill worker
 
 test: build lint
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(DEPS)
 	$(PY) -m ruff check .

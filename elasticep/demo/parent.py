@@ -378,7 +378,7 @@ class Demo:
             "steps": max(line.step for line in self._lines.values()),
         }
         if s.restore is not None:
-            details["restored"] = weights.restored(self._cluster)
+            details["restored"] = weights.restored(self._cluster, self._facts.epochs)
         if s.scenario is Scenario.REBALANCE:
             details["rebalance"] = self._balance.details()
         facts, ranks = self._facts, frozenset(self._lines)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,12 +27,15 @@ def backed_up(cluster: Cluster) -> bool:
     return all(any(_events(cluster, node, "backup.complete")) for node in range(cluster.nodes))
 
 
-def restored(cluster: Cluster) -> dict[str, int]:
-    """Experts that were put in place after the first view, by where they came from."""
+def restored(cluster: Cluster, epochs: Container[int]) -> dict[str, int]:
+    """Experts that were put in place for `epochs` after the first, by where they came from.
+
+    In others nobody served: as engines leave at the end, what they held may be restored, too.
+    """
     found: Counter[str] = Counter()
     for node in range(cluster.nodes):
         for event in _events(cluster, node, "weights.filled"):
-            if event["epoch"] > 1:
+            if event["epoch"] > 1 and event["epoch"] in epochs:
                 found.update(event["sources"])
     return dict(sorted(found.items()))
 

@@ -101,7 +101,7 @@ def test_without_controller_and_etcd_decoding_goes_on_and_a_death_waits_for_them
     )
     for engine in fleet.engines(survivors):
         assert "step barrier" in engine.records("timeout")[-1]["error"]
-    assert fleet.seat(0).wait != ""
+    fleet.wait(lambda: fleet.seat(0).wait != "", "the wait to be told")
     steps = {e.rank: len(e.complete()) for e in fleet.engines(survivors)}
     fleet.cluster.etcd("start")
     for name in (CONTROLLER, controller_name(1)):
