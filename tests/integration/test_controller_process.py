@@ -190,7 +190,11 @@ def test_a_standby_process_takes_over_from_one_that_was_killed(
                 await nodes.until(lambda: nodes.epoch == 2)
                 assert nodes.members == [0, 1, 2]
 
-        asyncio.run(asyncio.wait_for(scenario(), 40))
+        try:
+            asyncio.run(asyncio.wait_for(scenario(), 40))
+        except Unavailable as error:
+            error.add_note(standby.log.read_text())
+            raise
         told = run(",".join(addresses), "status", "h", "--output", "json")
         assert json.loads(told.output)["leader"] == "c1"
     finally:
