@@ -5,6 +5,7 @@ With ELASTICEP_REQUIRE_GPU set, a missing GPU fails these tests instead of skipp
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ else:
     # The same examples every time, and no time limit per example on a loaded machine.
     settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
     settings.load_profile("repeatable")
+
+try:
+    import structlog
+except ImportError:
+    pass
+else:
+    # Not to sys.stdout, where a command under test prints what the test reads.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
 def cuda_devices() -> int:

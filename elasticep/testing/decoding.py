@@ -325,8 +325,15 @@ class Fleet:
         return group_status(self.cluster.controller_addresses(), self.config.name)[1]
 
     def leader(self) -> str:
-        """Unit name of the controller that leads; "": none at the moment."""
-        return group_status(self.cluster.controller_addresses(), self.config.name)[0]
+        """Unit name of the controller that leads; waits for one, for a slow store deposes it."""
+        names: list[str] = []
+
+        def leads() -> bool:
+            names.append(group_status(self.cluster.controller_addresses(), self.config.name)[0])
+            return names[-1] != ""
+
+        self.wait(leads, "a controller leads")
+        return names[-1]
 
     def seat(self, rank: int) -> node_pb2.SeatStatus:
         """What the daemon says of a seat."""
