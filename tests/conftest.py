@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TEST_LIMIT_S = 60.0
+TEST_LIMIT_S = 240.0
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 try:

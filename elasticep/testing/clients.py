@@ -9,8 +9,8 @@ from elasticep.client.session import Session
 from elasticep.group import GroupConfig
 from elasticep.testing.local_group import LocalGroup
 
-_ATTACH_MS: Final = 10_000
-_CALL_S: Final = 30.0
+_ATTACH_MS: Final = 60_000
+_CALL_S: Final = 120.0
 
 S = TypeVar("S")
 R = TypeVar("R")

@@ -27,8 +27,8 @@ from elasticep.testing.folders import make_folder, remove_folder
 from elasticep.testing.supervisor import CONTROLLER, controller_name, daemon_name, ranks_of
 from elasticep.testing.units import descendants
 
-START_TIMEOUT_S: Final = 40.0
-_STOP_TIMEOUT_S: Final = 20.0
+START_TIMEOUT_S: Final = 120.0
+_STOP_TIMEOUT_S: Final = 60.0
 
 
 class Cluster:

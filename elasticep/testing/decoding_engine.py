@@ -64,7 +64,7 @@ class EngineSettings:
     socket: str
     config: GroupConfig
     record: str
-    attach_s: float = 30.0
+    attach_s: float = 60.0
     barrier_s: float = 1.0
     pace_s: float = 0.005
     slow_s: float = 0.0

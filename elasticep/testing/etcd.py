@@ -31,7 +31,7 @@ from elasticep.errors import ConfigError, Unavailable
 
 HEARTBEAT_MS = 50
 ELECTION_MS = 500
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _START_ATTEMPTS = 3  # a free port may be taken between asking for it and using it
 # Run in the child before etcd: die with the parent, also when it is gone already.

@@ -16,7 +16,7 @@ import grpc
 
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
 
-DEADLINE_S: Final = 20.0
+DEADLINE_S: Final = 60.0
 _HEARTBEAT_S: Final = 0.2
 
 

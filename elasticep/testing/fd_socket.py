@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from elasticep.native import abi
 
-_DEADLINE_S: Final = 20.0
+_DEADLINE_S: Final = 60.0
 _MAX_MESSAGE: Final = 64 * 1024
 
 

@@ -24,7 +24,7 @@ from elasticep.group import GroupConfig
 from elasticep.native import abi
 from elasticep.proto import node_pb2, node_pb2_grpc, types_pb2
 
-DEADLINE_S: Final = 20.0
+DEADLINE_S: Final = 60.0
 Found = TypeVar("Found")
 
 
@@ -194,7 +194,7 @@ import ctypes, sys
 from elasticep.native import abi
 api, session, info = abi.api(), ctypes.c_void_p(), abi.StepInfo()
 complete = ctypes.c_uint32()
-abi.check(api.ep_session_open(sys.argv[1].encode(), sys.argv[2].encode(), 10000, session), "")
+abi.check(api.ep_session_open(sys.argv[1].encode(), sys.argv[2].encode(), 60000, session), "")
 print("up", flush=True)
 for line in sys.stdin:
     try:

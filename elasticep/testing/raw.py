@@ -103,7 +103,7 @@ def view(address: int | None, shape: tuple[int, ...], dtype: Any) -> npt.NDArray
 class RawSession:
     """One rank's session. Not thread-safe, but each thread may hold a session of its own."""
 
-    def __init__(self, socket_path: str, ticket: str, timeout_ms: int = 10_000) -> None:
+    def __init__(self, socket_path: str, ticket: str, timeout_ms: int = 60_000) -> None:
         self._api = abi.api()
         handle = ctypes.c_void_p()
         abi.check(

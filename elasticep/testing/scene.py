@@ -23,7 +23,7 @@ HIDDEN: Final = 32
 _EXPERTS: Final = 12
 _LAYERS: Final = 2
 _CAP: Final = 16
-_JOIN_S: Final = 20.0
+_JOIN_S: Final = 60.0
 _FACTORS: Final = np.random.default_rng(7).standard_normal((_LAYERS, _EXPERTS)).astype(np.float32)
 
 
@@ -49,7 +49,7 @@ def geometry(launch: int = abi.Launch.SERVICE) -> abi.Geometry:
     return g
 
 
-def timeouts(exchange_s: float = 5.0, step_s: float = 10.0) -> abi.Timeouts:
+def timeouts(exchange_s: float = 30.0, step_s: float = 60.0) -> abi.Timeouts:
     """Deadlines of a test; a suspicion after 50 ms."""
     return abi.Timeouts(
         suspect_after_ns=50_000_000,
@@ -130,7 +130,7 @@ class Engine:
 class Scene:
     """Four engines in lockstep over a LocalGroup."""
 
-    def __init__(self, launch: int = abi.Launch.SERVICE, exchange_s: float = 5.0) -> None:
+    def __init__(self, launch: int = abi.Launch.SERVICE, exchange_s: float = 30.0) -> None:
         self.group = LocalGroup(geometry(launch), timeouts=timeouts(exchange_s))
         self.slots = spread(self.group.geometry, range(RANKS), copies=2)
         self.stop = threading.Event()

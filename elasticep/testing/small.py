@@ -16,7 +16,7 @@ TOPK: Final = 3
 HIDDEN: Final = 128
 CAP: Final = 16
 LAYOUTS: Final = list(abi.RowLayout)
-_DEADLINE_S: Final = 20.0
+_DEADLINE_S: Final = 60.0
 
 
 def exchange(**changes: Any) -> abi.ExchangeConfig:
@@ -46,7 +46,7 @@ def geometry(ranks: int, *exchanges: abi.ExchangeConfig, **changes: Any) -> abi.
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; raises TimeoutError with `what` after 20 s."""
+    """Wait for a condition; raises TimeoutError with `what` after a minute."""
     tick, end = threading.Event(), time.monotonic() + _DEADLINE_S
     while not condition():
         if time.monotonic() > end:

@@ -267,7 +267,7 @@ class WeightsLab(Lab):
         """Experts that a node has put in place, by source."""
         daemon = self.nodes[node]
         port = daemon.events("daemon.ready")[-1]["metrics_port"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             text = page.read().decode()
         found: dict[str, int] = {}
         pattern = r'^elasticep_weights_experts_moved_total\{.*source="(\w+)".*\} (\S+)$'

@@ -24,7 +24,7 @@ from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 HIDDEN, EXPERTS, TOPK = 16, 4, 2
 JOIN_S = 60.0
 CONFIG = GroupConfig(

@@ -26,7 +26,7 @@ def block(kind: str) -> str:
     return str(found[0])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_engine_of_the_readme_runs_as_written(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "engine.py").write_text(block("python"))

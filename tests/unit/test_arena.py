@@ -228,7 +228,7 @@ def _write_for_ever(path: str, stop: Any, ready: Any) -> None:
         arena.release()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_concurrent_reader_sees_whole_labels_and_their_bytes(tmp_path: Path) -> None:
     assert SPEC.unit_bytes == 72
     path = tmp_path / "arena"

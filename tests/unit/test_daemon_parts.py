@@ -252,7 +252,7 @@ def test_a_state_file_that_cannot_be_used_is_a_typed_error(tmp_path: Path, conte
 def supervisor(tmp_path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sock.bind(str(tmp_path / "notify"))
-    sock.settimeout(5)
+    sock.settimeout(60)
     return sock
 
 
@@ -374,7 +374,7 @@ def test_a_process_is_told_of_when_it_is_gone() -> None:
         gone = asyncio.get_running_loop().create_future()
         process.watch(gone.set_result)
         process.kill()
-        assert await asyncio.wait_for(gone, 10) is process
+        assert await asyncio.wait_for(gone, 60) is process
         assert (process.exited, process.how) == (True, "killed by SIGKILL")
         assert Process.find(child.pid, process.started) is None
         process.kill()  # of no effect, and no error
