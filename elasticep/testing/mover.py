@@ -41,7 +41,7 @@ def mover_driver(
 ) -> Iterator[MoverDriver]:
     """The daemon's side of a mover."""
     config = DaemonConfig(node="n0", socket_dir=str(folder), weights_rate=rate)
-    limits = limits or Limits(mover_stall_s=1.0)
+    limits = limits or Limits(mover_stall_s=20.0)
     made = MoverDriver(config, limits, structlog.get_logger(), WeightsMetrics())
     try:
         yield made
@@ -70,7 +70,7 @@ def checkpoint(folder: Path, experts: int = 3) -> Source:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until it holds, with a deadline."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + 20
+    end = loop.time() + 60
     while not condition():
         assert loop.time() < end
         await asyncio.wait({loop.create_future()}, timeout=0.005)

@@ -141,7 +141,7 @@ async def serve(peer: Peer, folder: Path) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def finder_of(weights: Any, find_s: float = 0.3) -> Finder:
+def finder_of(weights: Any, find_s: float = 10.0) -> Finder:
     node = SimpleNamespace(
         config=DaemonConfig(node="n0"), limits=Limits(find_s=find_s), log=structlog.get_logger()
     )
@@ -197,15 +197,15 @@ def test_a_node_that_stays_silent_is_hardly_waited_for_and_forgotten_if_it_has_n
             with arena_memory() as memory:
                 weights = group_of([memory], [], 3)
                 weights.endpoints = {"n1": Endpoint("n1", "d", address, "")}
-                finder = finder_of(weights, 1.0)
+                finder = finder_of(weights, 2.0)
                 assert (await finder.find([(0, 0)]))[0, 0].silent == ("n1",)
                 begin = time.monotonic()
                 for _ in range(5):
                     assert (await finder.find([(0, 0)]))[0, 0].silent == ("n1",)
-                assert time.monotonic() - begin < 4.0
+                assert time.monotonic() - begin < 8.0
                 peer.silent = False
                 while (await finder.find([(0, 0)]))[0, 0].silent:
-                    assert time.monotonic() - begin < 20
+                    assert time.monotonic() - begin < 60
                 peer.silent = True
                 weights.nodes = {"n0"}  # it has no member: what it does not say is nobody's loss
                 for _ in range(3):
@@ -320,7 +320,7 @@ def test_a_daemon_that_trickles_or_sends_nonsense_is_left(
                 streams.Daemons(TlsConfig()).copy(source, fill, lambda _: None)
 
             with pytest.raises(SourceFailed) as failed:
-                await asyncio.wait_for(asyncio.to_thread(copy), 20)
+                await asyncio.wait_for(asyncio.to_thread(copy), 60)
             assert failed.value.failure is failure
 
     asyncio.run(run())
@@ -358,7 +358,7 @@ def test_a_reader_that_stops_reading_gives_its_place_up(
                     NodeService.ReadExpert(
                         cast(Any, SimpleNamespace(_weights=service)), request, cast(Any, context)
                     ),
-                    10,
+                    60,
                 )
             assert said == [grpc.StatusCode.UNAVAILABLE]
             assert service._reads == 0
