@@ -18,14 +18,19 @@ from elasticep.control import records
 from elasticep.control.controller import Controller
 from elasticep.control.store import Delete, MemoryBackend, MemoryStore, Store
 from elasticep.control.store.etcd import EtcdStore
-from elasticep.group import GroupConfig
+from elasticep.group import GroupConfig, Timeouts
 from elasticep.proto import controller_pb2, controller_pb2_grpc
 from elasticep.rpc import CLIENT_OPTIONS, typed_error
+from elasticep.testing import membership
 from elasticep.testing.etcd import LocalEtcd
-from elasticep.testing.membership import group_config
 from elasticep.testing.nodes import FakeNodes
 
-LIMIT_S = 40.0
+LIMIT_S = 150.0
+CALL_S = 60.0
+"""Deadline of a call that is answered at once where nobody else wants the processor."""
+# Of a leader that is stopped the lease is given back, so nobody waits for its end; but a machine
+# that is busy for so long would depose one in the middle of a test.
+_LEASE_S = 20
 TWO_NODES = {"a": [0, 1], "b": [2, 3]}
 Stub = controller_pb2_grpc.ControllerServiceStub
 
@@ -45,7 +50,7 @@ class Bench:
     async def controller(self, name: str = "c0", store: Store | None = None) -> Controller:
         """A controller that listens; it may lead or not."""
         config = ControllerConfig(
-            listen="127.0.0.1:0", store="memory", metrics_port=0, lease_ttl_s=1, name=name
+            listen="127.0.0.1:0", store="memory", metrics_port=0, lease_ttl_s=_LEASE_S, name=name
         )
         controller = Controller(config, store or self.store())
         listening = asyncio.Event()
@@ -79,7 +84,7 @@ class Bench:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool], what: str, wait_s: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], what: str, wait_s: float = 60.0) -> None:
     """Wait for a condition that no event tells of."""
     end = time.monotonic() + wait_s
     turn = asyncio.Event()
@@ -100,13 +105,13 @@ async def create(address: str, config: GroupConfig) -> bool:
     """Create a group; whether it is new."""
     async with client(address) as stub:
         request = controller_pb2.CreateGroupRequest(config=config.to_proto())
-        return (await stub.CreateGroup(request, timeout=10)).created
+        return (await stub.CreateGroup(request, timeout=CALL_S)).created
 
 
 async def cluster(address: str) -> controller_pb2.GetClusterResponse:
     """What `elasticep status` asks."""
     async with client(address) as stub:
-        return await stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=10)
+        return await stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=CALL_S)
 
 
 async def refused(call: Awaitable[object]) -> Exception:
@@ -116,6 +121,16 @@ async def refused(call: Awaitable[object]) -> Exception:
     except grpc.aio.AioRpcError as error:
         return typed_error(error, "the call")
     raise AssertionError("the call was not refused")
+
+
+def group_config(**changes: object) -> GroupConfig:
+    """A small group whose nodes may be silent for as long as a busy machine keeps them so.
+
+    Args:
+        changes: as for `testing.membership.group_config`.
+    """
+    patient = Timeouts(node_timeout_ms=30_000)
+    return membership.group_config(**{"timeouts": patient, **changes})  # type: ignore[arg-type]
 
 
 Scenario = Callable[[Bench], Awaitable[None]]

@@ -16,14 +16,15 @@ from elasticep.errors import (
 )
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.testing.controllers import (
+    CALL_S,
     Bench,
     Run,
     client,
     cluster,
     formed,
+    group_config,
     refused,
 )
-from elasticep.testing.membership import group_config
 
 
 async def drained(call: AsyncIterator[bytes]) -> None:
@@ -59,7 +60,7 @@ def test_no_message_brings_the_controller_down(run_memory: Run) -> None:
             async with grpc.aio.insecure_channel(controller.address) as channel:
                 session = channel.stream_stream("/elasticep.v1.ControllerService/Session")
                 for stream in streams:
-                    call = session(iter(stream), timeout=5)
+                    call = session(iter(stream), timeout=CALL_S)
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await drained(call)
                     assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, stream
@@ -67,7 +68,7 @@ def test_no_message_brings_the_controller_down(run_memory: Run) -> None:
                     call_once = channel.unary_unary(f"/elasticep.v1.ControllerService/{method}")
                     for content in (b"\xff\xff\xff", bytes(5 << 20)):
                         with pytest.raises(grpc.aio.AioRpcError):
-                            await call_once(content, timeout=5)
+                            await call_once(content, timeout=CALL_S)
             assert controller.term is not None, "the lead was lost over a bad message"
             nodes.of(3).kill(3)
             await nodes.until(lambda: nodes.epoch == 2, "and it goes on")
@@ -190,7 +191,7 @@ def test_not_leading_is_an_error_of_its_own(run_memory: Run) -> None:
         bench.memory.set_available(False)
         controller = await bench.controller()
         async with client(controller.address) as stub:
-            call = stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=5)
+            call = stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=CALL_S)
             assert isinstance(await refused(call), NotLeader)
 
     run_memory(scenario)

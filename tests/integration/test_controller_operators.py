@@ -12,6 +12,7 @@ from elasticep.errors import (
 )
 from elasticep.proto import controller_pb2
 from elasticep.testing.controllers import (
+    CALL_S,
     TWO_NODES,
     Bench,
     Run,
@@ -19,11 +20,11 @@ from elasticep.testing.controllers import (
     cluster,
     create,
     formed,
+    group_config,
     orders,
     refused,
     until,
 )
-from elasticep.testing.membership import group_config
 from elasticep.testing.nodes import FakeNodes
 
 
@@ -31,7 +32,7 @@ def test_drain_takes_ranks_out_and_undrain_lets_them_back(run: Run) -> None:
     async def scenario(bench: Bench) -> None:
         async with formed(bench) as (controller, nodes), client(controller.address) as stub:
             request = controller_pb2.DrainRequest(group="g", ranks=[1], reason="a new card")
-            drained = await stub.Drain(request, timeout=10)
+            drained = await stub.Drain(request, timeout=CALL_S)
             assert drained.epoch == 2
             await nodes.until(lambda: nodes.epoch == 2)
             view = nodes.latest
@@ -53,7 +54,7 @@ def test_drain_takes_ranks_out_and_undrain_lets_them_back(run: Run) -> None:
             )
             assert nodes.of(1).seats[1].incarnation == 1, "no new incarnation while drained"
 
-            await stub.Undrain(controller_pb2.UndrainRequest(group="g", ranks=[1]), timeout=10)
+            await stub.Undrain(controller_pb2.UndrainRequest(group="g", ranks=[1]), timeout=CALL_S)
             await nodes.until(lambda: nodes.members == [0, 1, 2, 3])
 
     run(scenario)
@@ -64,7 +65,7 @@ def test_a_drain_survives_a_change_of_the_leader(run: Run) -> None:
         first = await bench.leader("first")
         async with formed(bench, None, first) as (_, nodes):
             async with client(first.address) as stub:
-                await stub.Drain(controller_pb2.DrainRequest(group="g", ranks=[1]), timeout=10)
+                await stub.Drain(controller_pb2.DrainRequest(group="g", ranks=[1]), timeout=CALL_S)
             await bench.stop(first)
             second = await bench.leader("second")
             for node in nodes.nodes.values():
@@ -96,12 +97,12 @@ def test_what_cannot_be_drained_is_refused_with_the_reason(run_memory: Run) -> N
                 ("g", [0, 1, 2], UsageError, "min_ranks is 2"),
             ):
                 request = controller_pb2.DrainRequest(group=group, ranks=ranks)
-                error = await refused(stub.Drain(request, timeout=5))
+                error = await refused(stub.Drain(request, timeout=CALL_S))
                 assert isinstance(error, kind), error
                 assert text in str(error)
             request = controller_pb2.DrainRequest(group="g", ranks=[0, 1])
             with pytest.raises(grpc.aio.AioRpcError, match="8 slots for 12 experts"):
-                await stub.Drain(request, timeout=5)
+                await stub.Drain(request, timeout=CALL_S)
             assert nodes.epoch == 1
 
     run_memory(scenario)
@@ -115,7 +116,7 @@ def test_a_group_exists_once_and_says_in_what_another_config_differs(run: Run) -
         async with client(leader.address) as stub:
             other = group_config(experts=4, spare_copies=2)
             request = controller_pb2.CreateGroupRequest(config=other.to_proto())
-            error = await refused(stub.CreateGroup(request, timeout=5))
+            error = await refused(stub.CreateGroup(request, timeout=CALL_S))
         assert isinstance(error, GroupMismatch)
         assert "geometry.experts is 8 in the group and 4 here" in str(error)
         assert "spare_copies is 1 in the group and 2 here" in str(error)

@@ -1,11 +1,17 @@
 """Views of a real controller with fake nodes over gRPC, on the memory store and on a real etcd."""
 
-import time
-
 from elasticep.group import Timeouts
 from elasticep.proto import controller_pb2
-from elasticep.testing.controllers import Bench, Run, adopted, cluster, formed, orders, until
-from elasticep.testing.membership import group_config
+from elasticep.testing.controllers import (
+    Bench,
+    Run,
+    adopted,
+    cluster,
+    formed,
+    group_config,
+    orders,
+    until,
+)
 from elasticep.testing.nodes import ATTACHED, FakeNodes
 
 
@@ -81,12 +87,13 @@ def test_case_23_a_rank_that_dies_while_the_group_is_idle_is_noticed_when_it_die
     run_memory: Run,
 ) -> None:
     async def scenario(bench: Bench) -> None:
-        async with formed(bench) as (_, nodes):  # nobody meets any more: no step runs
-            began = time.monotonic()
+        # No time-out helps: they are longer than what is waited for below.
+        never = Timeouts(hang_timeout_ms=600_000, node_timeout_ms=600_000)
+        config = group_config(timeouts=never, flap_limit=0)
+        async with formed(bench, config) as (_, nodes):  # nobody meets any more: no step runs
             nodes.of(1).kill(1)
             await nodes.until(lambda: nodes.epoch == 2)
             assert nodes.members == [0, 2, 3]
-            assert time.monotonic() - began < 1.0  # some milliseconds; the machine may be loaded
             await nodes.until(lambda: bool(orders(nodes, 2, "fence")), "dead words are spread")
             fence = orders(nodes, 2, "fence")[0].fence
             assert (fence.rank, fence.incarnation) == (1, 1)
@@ -96,7 +103,7 @@ def test_case_23_a_rank_that_dies_while_the_group_is_idle_is_noticed_when_it_die
 
 def test_a_node_that_falls_silent_is_left_out_and_fenced_when_it_returns(run_memory: Run) -> None:
     async def scenario(bench: Bench) -> None:
-        config = group_config(timeouts=Timeouts(node_timeout_ms=400), flap_limit=0)
+        config = group_config(timeouts=Timeouts(node_timeout_ms=1_500), flap_limit=0)
         async with formed(bench, config) as (_, nodes):
             node = nodes.nodes["b"]
             node.beats = False
@@ -139,7 +146,7 @@ def test_a_daemon_that_restarts_within_the_timeout_keeps_its_ranks(run_memory: R
 def test_a_hung_rank_is_found_at_the_root_of_the_waits(run_memory: Run) -> None:
     async def scenario(bench: Bench) -> None:
         config = group_config(
-            timeouts=Timeouts(suspect_after_ms=50, hang_timeout_ms=300), flap_limit=0
+            timeouts=Timeouts(suspect_after_ms=50, hang_timeout_ms=1_000), flap_limit=0
         )
         async with formed(bench, config) as (_, nodes):
             beat(nodes, 2, progress=1_000)

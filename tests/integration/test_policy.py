@@ -9,8 +9,16 @@ from elasticep.errors import ConfigError, NotLeader, UnknownGroup
 from elasticep.group import LostExperts
 from elasticep.policies import Policies, change_from_text
 from elasticep.proto import controller_pb2
-from elasticep.testing.controllers import Bench, Run, client, formed, refused, until
-from elasticep.testing.membership import group_config
+from elasticep.testing.controllers import (
+    CALL_S,
+    Bench,
+    Run,
+    client,
+    formed,
+    group_config,
+    refused,
+    until,
+)
 
 
 def request(group: str = "g", **settings: str) -> controller_pb2.SetPolicyRequest:
@@ -24,7 +32,7 @@ def test_an_acknowledged_change_survives_the_leader_and_reaches_every_node(run: 
         async with formed(bench, group_config(flap_limit=0), first, second) as (_, nodes):
             async with client(first.address) as stub:
                 change = request(lost_experts="serve", renormalise="true", min_ranks="2")
-                answer = await stub.SetPolicy(change, timeout=10)
+                answer = await stub.SetPolicy(change, timeout=CALL_S)
             policies = Policies.from_proto(answer.policies)
             assert policies.lost_experts is LostExperts.SERVE
             assert policies.min_ranks == 2
@@ -43,14 +51,14 @@ def test_an_acknowledged_change_survives_the_leader_and_reaches_every_node(run: 
             await until(lambda: second.term is not None, "the standby leads")
             async with client(second.address) as stub:
                 asked = controller_pb2.GetClusterRequest(group="g")
-                (group,) = (await stub.GetCluster(asked, timeout=10)).groups
+                (group,) = (await stub.GetCluster(asked, timeout=CALL_S)).groups
             assert Policies.from_proto(group.policies) == policies
             assert Policies.of(group_config(flap_limit=0)) != policies
             # Engines that bring the config of the first day still agree with the group.
             async with client(second.address) as stub:
                 config = group_config(flap_limit=0).to_proto()
                 again = controller_pb2.CreateGroupRequest(config=config)
-                assert not (await stub.CreateGroup(again, timeout=10)).created
+                assert not (await stub.CreateGroup(again, timeout=CALL_S)).created
 
     run(scenario)
 
@@ -65,15 +73,17 @@ def test_what_cannot_be_is_refused_and_changes_nothing(run: Run) -> None:
                     (request(min_ranks="9"), ConfigError),
                     (request("h", min_ranks="1"), UnknownGroup),
                 ):
-                    assert isinstance(await refused(stub.SetPolicy(change, timeout=10)), error)
+                    assert isinstance(await refused(stub.SetPolicy(change, timeout=CALL_S)), error)
                 number = controller_pb2.SetPolicyRequest(group="g")
                 number.policies.lost_experts = 9  # type: ignore[assignment]
-                assert isinstance(await refused(stub.SetPolicy(number, timeout=10)), ConfigError)
+                assert isinstance(
+                    await refused(stub.SetPolicy(number, timeout=CALL_S)), ConfigError
+                )
             assert leader.term is not None
             held = leader.term.cluster.groups["g"].policies
             assert held == Policies.of(group_config())
             async with client(standby.address) as stub:
-                answer = await refused(stub.SetPolicy(request(min_ranks="1"), timeout=10))
+                answer = await refused(stub.SetPolicy(request(min_ranks="1"), timeout=CALL_S))
             assert isinstance(answer, NotLeader)
 
     run(scenario)

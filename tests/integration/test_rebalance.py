@@ -24,6 +24,7 @@ from elasticep.errors import ConfigError, PlacementError, UnknownGroup, UsageErr
 from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2 as pb
 from elasticep.testing.controllers import (
+    CALL_S,
     Bench,
     Run,
     adopted,
@@ -31,10 +32,10 @@ from elasticep.testing.controllers import (
     cluster,
     create,
     formed,
+    group_config,
     refused,
     until,
 )
-from elasticep.testing.membership import group_config
 from elasticep.testing.nodes import FakeNodes
 
 POLICY = RebalancePolicy(settle_ms=100, min_interval_ms=200, window_ms=100)
@@ -70,7 +71,7 @@ class Engines:
     async def meet(self) -> None:
         epoch = 1
         while True:
-            await self.nodes.until(lambda seen=epoch: self.nodes.epoch > seen, wait_s=60)  # type: ignore[misc]
+            await self.nodes.until(lambda seen=epoch: self.nodes.epoch > seen, wait_s=150)  # type: ignore[misc]
             epoch = await self.nodes.meet()
 
     @property
@@ -106,7 +107,7 @@ async def serving(bench: Bench, group: GroupConfig) -> AsyncIterator[tuple[Contr
 async def ask(controller: Controller, action: int = 0, **fields: object) -> pb.RebalanceResponse:
     async with client(controller.address) as stub:
         request = pb.RebalanceRequest(group="g", action=action, **fields)  # type: ignore[arg-type]
-        return await stub.Rebalance(request, timeout=10)
+        return await stub.Rebalance(request, timeout=CALL_S)
 
 
 async def refusal(controller: Controller, action: int, **fields: object) -> Exception:
@@ -114,7 +115,7 @@ async def refusal(controller: Controller, action: int, **fields: object) -> Exce
 
 
 def command(controller: Controller, *arguments: str) -> Result:
-    flags = ["--controllers", controller.address, "--timeout", "10"]
+    flags = ["--controllers", controller.address, "--timeout", "60"]
     return CliRunner().invoke(cli, ["rebalance", "g", *arguments, *flags])
 
 
@@ -320,7 +321,7 @@ def test_metrics_tell_balance_and_the_age_of_the_background(run_memory: Run) -> 
             assert value("load_tokens_total") == counted(controller)
             assert value("rebalances_total", result="done") >= 1
             assert value("rebalance_moves_total") >= 0
-            assert 0 <= value("rebalance_age_seconds") < 5
+            assert 0 <= value("rebalance_age_seconds") < 60
             await until(lambda: 1.0 <= value("imbalance") < 1.1, "the gauge follows")
 
     run_memory(scenario)
