@@ -20,13 +20,16 @@ from typing import Any, TypeVar
 
 from elasticep import parsers
 from elasticep.errors import ConfigError
+from elasticep.tls import check_pem
 
 CONFIG_VARIABLE = "ELASTICEP_CONFIG"
 MAX_SEAT_RANK = 65_535
+MAX_SEATS = 63  # of one daemon: two locks of each, in one futex_waitv, which takes 128
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 108 with its end; some is left for suffixes
 # Kubernetes gives every pod such variables for a service named elasticep-controller.
 _KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_\w+)$")
 _NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+GROUP_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -64,6 +67,11 @@ def parse_seats(value: Any) -> tuple[GroupSeats, ...]:
         group, _, ranges = item.partition(":") if isinstance(item, str) else ("", "", "")
         if not group or not ranges:
             raise ValueError(wanted)
+        if not GROUP_NAME.fullmatch(group.strip()):
+            raise ValueError(
+                f"{wanted} ({group.strip()!r} is no group: lower case letters, digits, '.', '_' "
+                "and '-', at most 63)"
+            )
         ranks = taken.setdefault(group.strip(), set())
         for part in ranges.split(","):
             match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
@@ -152,13 +160,14 @@ class TlsConfig:
         return bool(self.cert)
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """The PEM contents of (key, cert, ca); `ConfigError` names the unreadable file."""
+        """The PEM contents of (key, cert, ca); `ConfigError` names the file that is of no use."""
         contents = []
         for path in (self.key, self.cert, self.ca):
             try:
                 contents.append(Path(path).read_bytes())
             except OSError as error:
                 raise ConfigError(f"cannot read the TLS file {path!r}: {error.strerror}") from None
+        check_pem(self.cert, self.key, self.ca)
         return contents[0], contents[1], contents[2]
 
 
@@ -251,6 +260,12 @@ class DaemonConfig:
             )
         if not 1 <= len(self.domain) <= 253:
             raise ConfigError("daemon.domain must have 1 to 253 characters")
+        offered = sum(len(seats.ranks) for seats in self.seats)
+        if offered > MAX_SEATS:
+            raise ConfigError(
+                f"daemon.seats names {offered} seats; one daemon watches at most {MAX_SEATS}, so "
+                "offer the others by another daemon, with a node name and a socket_dir of its own"
+            )
         check_socket_path(self.grpc_socket)
         if self.listen:
             _check_listen("daemon", self.listen, self.tls)

@@ -8,13 +8,12 @@ config: dispatch and combine name an exchange by its index.
 import enum
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
 from elasticep.balance import RebalancePolicy
-from elasticep.config import refuse_unknown
+from elasticep.config import GROUP_NAME, refuse_unknown
 from elasticep.device import Device, check_cuda
 from elasticep.errors import ConfigError, GroupMismatch
 from elasticep.geometry import GroupGeometry
@@ -26,7 +25,6 @@ from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
 __all__ = ["Completion", "GroupConfig", "Launch", "LostExperts", "Timeouts"]
 
 MAX_EXCHANGES = 8
-_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _GEOMETRY_FIELDS = ("layers", "experts", "topk", "hidden", "slots_per_rank", "max_ranks")
 _OPTIONAL_FIELDS = (
     "min_ranks",
@@ -380,7 +378,7 @@ def _is_int(value: object) -> bool:
 
 
 def _check_name(what: str, name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not GROUP_NAME.fullmatch(name):
         raise ConfigError(
             f"{what} is {name!r}; use at most 63 of a-z, 0-9, '.', '_' and '-', "
             "beginning and ending with a letter or digit"

@@ -4,7 +4,10 @@ An error crosses as a status with `google.rpc.ErrorInfo(reason=error.reason, dom
 the other side raises the same class again.
 """
 
+import errno
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -14,7 +17,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from elasticep import errors
-from elasticep.config import TlsConfig, is_loopback
+from elasticep.config import TlsConfig, is_loopback, split_address
 from elasticep.errors import ConfigError, ElasticEPError
 
 DOMAIN: Final = "elasticep"
@@ -153,5 +156,25 @@ def bind(server: grpc.aio.Server, address: str, tls: TlsConfig) -> int:
         if not is_loopback(address):
             raise ConfigError(f"{address} is beyond this host: set tls cert, key and ca")
         return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: {error}; is it in use?") from None
+    except RuntimeError:  # its text does not say why
+        raise ConfigError(f"cannot listen on {address}: {_why_not(address)}") from None
+
+
+def _why_not(address: str) -> str:
+    """What the kernel says about listening on an address, and what to do."""
+    family, path = socket.AF_UNIX, address.removeprefix("unix:").removeprefix("//")
+    place: Any = path
+    try:
+        if not address.startswith("unix:"):
+            host, port = split_address(address)
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"{error.strerror}; stop what listens there, or choose another address"
+        return f"{error.strerror}; choose an address of this host that this user may listen on"
+    if family is socket.AF_UNIX:
+        Path(path).unlink(missing_ok=True)
+    return "gRPC refused it; try again, or choose another address"

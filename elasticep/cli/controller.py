@@ -41,6 +41,8 @@ def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> 
     """
     try:
         config = load_config(ControllerConfig, file=file, flags=flags)
+        if config.tls.enabled:
+            config.tls.read()  # what cannot be used is found now, before anything is started
         asyncio.run(_run(config, log_format, log_level))
     except ElasticEPError as error:
         click.echo(f"error: {error.reason}: {error}", err=True)
@@ -50,6 +52,8 @@ def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> 
 async def _run(config: ControllerConfig, log_format: str, log_level: str) -> None:
     import os
 
+    # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.control.controller import Controller
     from elasticep.runtime.logs import open_log
     from elasticep.runtime.systemd import Notifier

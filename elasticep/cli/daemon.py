@@ -72,6 +72,8 @@ async def _run(
     flags: dict[str, Any],
 ) -> None:
     config = load_config(DaemonConfig, file=file, flags=flags)
+    if config.tls.enabled:
+        config.tls.read()  # what cannot be used is found now, not at the first dial
     # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.runtime.daemon import Daemon

@@ -17,7 +17,8 @@ _ANY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104
 @click.command("health")
 @click.argument("process", type=click.Choice(["daemon", "controller"]))
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="Its TOML file.")
-@click.option("--timeout", default=3.0, show_default=True, help="Seconds to wait for the answer.")
+@click.option("--timeout", type=click.FloatRange(0.1), default=3.0, show_default=True,
+              help="Seconds to wait for the answer.")  # fmt: skip
 def command(process: str, file: str | None, timeout: float) -> None:
     """Ask the daemon or controller of this host whether it serves.
 

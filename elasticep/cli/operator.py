@@ -28,7 +28,11 @@ def controller_options(command: click.Command) -> click.Command:
             help="Addresses of the controllers, with commas; the one that leads is found.",
         ),
         click.Option(
-            ["--timeout"], type=float, default=15.0, show_default=True, help="Seconds to wait."
+            ["--timeout"],
+            type=click.FloatRange(0.1),
+            default=15.0,
+            show_default=True,
+            help="Seconds to wait.",
         ),
         *(
             click.Option(

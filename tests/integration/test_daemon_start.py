@@ -26,14 +26,16 @@ def test_failed_starts_are_one_line_and_leave_nothing() -> None:
         files = set(first.folder.iterdir())
         port = busy.getsockname()[1]
         (lab.folder / "file.log").touch()
+        junk = __file__
         cases = (
             ("n0", (), "another daemon runs in"),
             ("file.log", (), "cannot use the socket directory"),
             ("f0", ("--metrics-port", str(port)), "cannot serve /metrics"),
-            ("f1", ("--listen", f"127.0.0.1:{port}"), "cannot listen on"),
+            ("f1", ("--listen", f"127.0.0.1:{port}"), "Address already in use; stop"),
             ("f2", ("--listen", "0.0.0.0:7000"), "without TLS"),
             ("f3", ("--tls-cert", "/none", "--tls-key", "/none", "--tls-ca", "/none",
                     "--listen", "127.0.0.1:0"), "cannot read the TLS file"),
+            ("f6", ("--tls-cert", junk, "--tls-key", junk, "--tls-ca", junk), "cannot be used"),
             ("f4", ("--orphan-after-s", "0"), "orphan_after_s"),
             ("f5", ("--seats", "nonsense"), "seats such as"),
         )  # fmt: skip

@@ -1,7 +1,9 @@
 """Config of processes and groups: where values come from, what is refused and in which words."""
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,7 +164,8 @@ def test_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "g", "g:", ":1", "g:a", "g:2-1", "g:0,0", "g:0;g:0", "g:99999", "g:-1", 7]
+    "text",
+    ["", "g", "g:", ":1", "g:a", "g:2-1", "g:0,0", "g:0;g:0", "g:99999", "g:-1", 7, "A b:0"],
 )
 def test_seats_that_make_no_sense(text: object) -> None:
     if text == "":
@@ -175,6 +178,36 @@ def test_seats_that_make_no_sense(text: object) -> None:
 def test_a_tls_file_that_is_absent_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot read the TLS file '/none': No such file"):
         TlsConfig(cert="c", key="/none", ca="a").read()
+
+
+def test_a_daemon_takes_no_more_seats_than_it_can_watch() -> None:
+    assert len(DaemonConfig(seats=parse_seats("g:0-62")).seats[0].ranks) == 63
+    with pytest.raises(ConfigError, match=r"names 64 seats; one daemon watches at most 63"):
+        DaemonConfig(seats=parse_seats("g:0-61;h:0-1"))
+
+
+def test_tls_files_that_are_of_no_use_are_named(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    for name in ("a", "b"):
+        command = ("openssl", "req", "-x509", "-nodes", "-subj", f"/CN={name}", "-newkey", "ec")
+        out = ("-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.crt"))
+        curve = ("-pkeyopt", "ec_paramgen_curve:prime256v1")
+        subprocess.run([*command, *curve, *out], check=True, capture_output=True)
+    locked = ("openssl", "ec", "-aes256", "-passout", "pass:word", "-in", str(tmp_path / "a.key"))
+    subprocess.run([*locked, "-out", str(tmp_path / "l.key")], check=True, capture_output=True)
+    (tmp_path / "junk").write_bytes(bytes(range(256)))
+    good = TlsConfig(**{k: str(tmp_path / f"a.{e}") for k, e in (("cert", "crt"), ("key", "key"))},
+                     ca=str(tmp_path / "b.crt"))  # fmt: skip
+    assert good.read()[1].startswith(b"-----BEGIN CERTIFICATE")
+    for part, file, said in (
+        ("key", "b.key", r"certificate '.*a\.crt' with the key '.*b\.key' cannot be used"),
+        ("key", "l.key", r"key must not be encrypted"),
+        ("cert", "junk", r"certificate '.*junk' .* must be PEM"),
+        ("ca", "junk", r"authorities in '.*junk' cannot be used"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            replace(good, **{part: str(tmp_path / file)}).read()
 
 
 # ---- groups
