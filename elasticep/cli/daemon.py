@@ -43,11 +43,15 @@ def _with_flags(command: click.Command) -> click.Command:
 @click.option(
     "--orphan-after-s", type=float, help="A worker without daemon and engine leaves after this."
 )
+@click.option(
+    "--engine-grace-s", type=float, help="A fenced engine that holds on this long is killed."
+)
 @click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
 @click.option("--log-level", default="info", show_default=True, help="Least level written.")
 def command(
     file: str | None,
     orphan_after_s: float | None,
+    engine_grace_s: float | None,
     log_format: str,
     log_level: str,
     **flags: Any,
@@ -58,7 +62,8 @@ def command(
     next daemon. A failed start is one line and exit status 2.
     """
     try:
-        asyncio.run(_run(file, orphan_after_s, log_format, log_level, flags))
+        limits = {"orphan_after_s": orphan_after_s, "engine_grace_s": engine_grace_s}
+        asyncio.run(_run(file, limits, log_format, log_level, flags))
     except ElasticEPError as error:
         click.echo(f"error: {error.reason}: {error}", err=True)
         sys.exit(2)
@@ -66,7 +71,7 @@ def command(
 
 async def _run(
     file: str | None,
-    orphan_after_s: float | None,
+    limits: dict[str, float | None],
     log_format: str,
     log_level: str,
     flags: dict[str, Any],
@@ -80,6 +85,6 @@ async def _run(
     from elasticep.runtime.limits import Limits
     from elasticep.runtime.logs import open_log
 
-    limits = Limits() if orphan_after_s is None else Limits(orphan_after_s=orphan_after_s)
+    given = {name: value for name, value in limits.items() if value is not None}
     log = open_log(log_format, log_level, node=config.node)
-    await Daemon(config, log, limits).run()
+    await Daemon(config, log, Limits(**given)).run()

@@ -44,7 +44,7 @@ class Limits:
     hello_s: float = 5.0
     worker_start_s: float = 10.0
     allocate_s: float = 60.0
-    engine_grace_s: float = 1.0
+    engine_grace_s: float = 5.0
     lock_echo_s: float = 0.2
     restart_backoff_s: float = 0.1
     restart_backoff_max_s: float = 5.0

@@ -62,7 +62,7 @@ def test_a_killed_worker_is_replaced_on_the_same_memory() -> None:
 def test_an_engine_that_does_not_let_go_is_killed_after_its_grace() -> None:
     with Lab() as lab:
         lab.create(small_config())
-        daemon = lab.daemon("n0", "g:0")
+        daemon = lab.daemon("n0", "g:0", "--engine-grace-s", "1")
         engine = lab.engine(daemon, "g", 0).up()
         lab.attached(0)
         os.kill(engine.pid, signal.SIGSTOP)

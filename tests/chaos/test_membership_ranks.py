@@ -127,17 +127,22 @@ def test_engine_that_stops_for_three_seconds_is_not_expelled(fleet: Fleet) -> No
     assert not any(e.torn() for e in fleet.engines(RANKS))
 
 
-def test_engine_that_stops_for_longer_learns_that_it_was_expelled_and_completes_nothing(
+def test_engine_that_stops_for_eight_seconds_learns_that_it_was_expelled_and_completes_nothing(
     fleet: Fleet,
 ) -> None:
-    engine = fleet.engine(2)
+    engine, others = fleet.engine(2), {0, 1, 3}
     at_ns = engine.signal(signal.SIGSTOP)
-    fleet.members({0, 1, 3})
+    fleet.members(others)
     assert time.monotonic_ns() - at_ns > HANG_S * 1e9 * 0.9
+    fleet.wait(lambda: time.monotonic_ns() - at_ns > 8e9, "eight seconds are over")
+    assert not engine.gone
+    assert fleet.seat(2).seat.incarnation == engine.incarnation, "it still holds its seat"
     done = len(engine.complete())
-    engine.signal(signal.SIGCONT)  # within the second that its daemon gives it to let go
+    fleet.progress(others)
+    engine.signal(signal.SIGCONT)
     assert "rank" in fleet.ended(2, "fenced")["why"]
     assert len(engine.complete()) == done
     assert all(r["at_ns"] < at_ns for r in engine.complete())
     fleet.open([2])
     fleet.members(RANKS)
+    assert fleet.engine(2).incarnation == engine.incarnation + 1
