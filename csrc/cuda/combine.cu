@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(Pull::kMaxThreads, Pull::kMinBlocks) combine_k
   if (a.half & kSend) announce(a, now);
   now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
   if (a.half & kSend) announce_units(a, now);
+  const bool torn = __syncthreads_or(now.torn);
   if (a.half & kReceive) count_exchange(a, now);
-  if (__syncthreads_or(now.torn)) return;
+  if (torn) return;
   if (!(a.half & kReceive)) return;
   // Part p of every token: small batches spread one row over several blocks.
   const u32 part = blockIdx.x % a.parts, block = blockIdx.x / a.parts, stride = gridDim.x / a.parts;

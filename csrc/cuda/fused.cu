@@ -284,6 +284,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_combine_kernel(const _
   Now now = read_now(a.domain, x);  // as in combine_kernel
   wait_for_previous_kernel();
   now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
+  __syncthreads();
   count_exchange(a, now);
   const u32 units = x.gpu.sum_chunks * x.gpu.sum_parts;
   Sum* sums = reinterpret_cast<Sum*>(shared);

@@ -145,8 +145,9 @@ __global__ void __launch_bounds__(kThreads, 1) reduce_and_pull_kernel(const __gr
   BulkPull<Element>::begin(shared);
   wait_for_previous_kernel();
   const Now now = read_now(p.combine.domain, p.combine.exchange);
+  const bool torn = __syncthreads_or(now.torn);
   count_exchange(p.combine, now);
-  if (__syncthreads_or(now.torn)) return;
+  if (torn) return;
   if (blockIdx.x < p.pullers)
     pull_chunks<Element>(p, now, shared, owed);
   else
