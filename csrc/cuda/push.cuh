@@ -62,17 +62,22 @@ struct RawRows {
     }
     if (a.x_scales) push_scales(a, c, t);
   }
-  // Scales of rows that the engine quantised itself.
+  // Scales of rows that the engine quantised itself. Rows of scales need not be whole words: hidden 2880 in mxfp8 has 90 bytes.
   static __device__ void push_scales(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {
+    if ((reinterpret_cast<u64>(a.x_scales) | a.exchange.at.scale_bytes) % 4) push_scales_as<u8>(a, c, t);
+    else push_scales_as<u32>(a, c, t);
+  }
+  template <class Unit>
+  static __device__ void push_scales_as(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {
     const Domain& d = a.domain;
     const ep::ChannelLayout& l = a.exchange.at;
-    const u32 words = u32(l.scale_bytes / 4);
+    const u32 units = u32(l.scale_bytes / sizeof(Unit));
     for (u32 i = 0; i < c.rows; ++i) {
       const u32 row = c.row(i);
-      for (u32 w = threadIdx.x; w < words; w += blockDim.x) {
-        const u32 s = reinterpret_cast<const u32*>(a.x_scales)[u64(row / a.exchange.rows_per_token) * words + w];
-        const u64 offset = l.scales + (u64(d.me) * l.source_rows + row) * l.scale_bytes + w * 4;
-        t.mask[i].each([&](u32 g) { *reinterpret_cast<u32*>(d.region(g) + offset) = s; });
+      for (u32 u = threadIdx.x; u < units; u += blockDim.x) {
+        const Unit s = reinterpret_cast<const Unit*>(a.x_scales)[u64(row / a.exchange.rows_per_token) * units + u];
+        const u64 offset = l.scales + (u64(d.me) * l.source_rows + row) * l.scale_bytes + u * sizeof(Unit);
+        t.mask[i].each([&](u32 g) { *reinterpret_cast<Unit*>(d.region(g) + offset) = s; });
       }
     }
   }
