@@ -100,8 +100,10 @@ int epc_context::open_exchanges() {
       const u64 entries = u64(g.max_ranks) * x.at.source_rows * g.topk;
       const bool exact = from.layout == EP_LAYOUT_ARRIVAL && x.at.expanded_rows;
       const u32 runs = from.layout == EP_LAYOUT_ARRIVAL ? 1 : g.slots;
-      if (x.at.expanded_rows)
+      if (x.at.expanded_rows) {
         if (int bad = allocate(&e.relative, entries)) return bad;
+        if (int bad = allocate(&e.totals, runs)) return bad;
+      }
       if (x.at.expanded_rows && runs <= kPlaceRuns)
         if (int bad = allocate(&e.counted, u64(kPlaceBlocks) * runs)) return bad;
       if (from.layout == EP_LAYOUT_CONTIGUOUS) {

@@ -143,6 +143,7 @@ struct ExpandArgs {
   int* compact_ids;     // arrival with an exact count: ids and weights without gaps
   float* compact_weights;
   u32* counted;         // [kPlaceBlocks][runs] rows of each run in a block's share (expand.cu); null: too many runs
+  int* totals;          // [runs] rows of each run as placed; the engine sees them as counts only when all of them fit
   u8* dirty;            // contiguous: [expanded_rows] 1 = may hold something else than zeros
   const u8* own;        // this rank's rows as the engine gave them; null: they lie where the others' do
   u32 row_bytes, scale_bytes, early, layer;

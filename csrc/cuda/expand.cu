@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPlaceThreads) place_kernel(const __grid_const
         a.relative[arrival ? e * k : e] = int(place++);
       }
     }
-    if (threadIdx.x == 0) slot_counts(d, x)[run] = int(base);
+    if (threadIdx.x == 0) a.totals[run] = int(base);
   }
   let_next_kernel_start();
 }
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kShareThreads) place_share_kernel(const __grid
     if (i / runs < blockIdx.x) atomicAdd(base + r, n);
   }
   __syncthreads();
-  for (u32 r = threadIdx.x; blockIdx.x == 0 && r < runs; r += blockDim.x) slot_counts(a.domain, a.exchange)[r] = int(total[r]);
+  for (u32 r = threadIdx.x; blockIdx.x == 0 && r < runs; r += blockDim.x) a.totals[r] = int(total[r]);
   const u32 step = a.exchange.layout == EP_LAYOUT_ARRIVAL ? a.domain.topk : 1;
   const u64 entries = entries_of(a), share = (entries + kPlaceBlocks - 1) / kPlaceBlocks;
   const u64 end = min((blockIdx.x + 1) * share, entries);
@@ -160,9 +160,10 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
   if (__syncthreads_or(now.torn)) return;
-  const int* counts = slot_counts(d, x);
+  const int* counts = a.totals;
   run_offsets(d, x, counts, offsets);
   if (!runs_fit(a, counts, offsets, blockIdx.x == 0)) return;
+  if (blockIdx.x == 0) publish_counts(a);
   const u32 warps = gridDim.x * (blockDim.x / 32), vectors = a.row_bytes / 16;
   if (x.layout == EP_LAYOUT_CONTIGUOUS) {
     int* published = reinterpret_cast<int*>(d.region(d.me) + x.at.slot_offsets);

@@ -57,6 +57,12 @@ __device__ inline void run_offsets(const Domain& d, const Exchange& x, const int
 }
 __device__ inline int* slot_counts(const Domain& d, const Exchange& x) { return reinterpret_cast<int*>(d.region(d.me) + x.at.slot_counts); }
 
+// Counts that an expert kernel may trust: in a step that is torn for want of room those of an earlier exchange stay.
+__device__ inline void publish_counts(const ExpandArgs& a) {
+  for (u32 run = threadIdx.x; run < runs_of(a.domain, a.exchange); run += blockDim.x)
+    slot_counts(a.domain, a.exchange)[run] = a.totals[run];
+}
+
 // Whether every run has room. If not, one block tears the step for all: no row is ever dropped.
 __device__ inline bool runs_fit(const ExpandArgs& a, const int* counts, const u32* offsets, bool speaks) {
   const Domain& d = a.domain;

@@ -56,9 +56,10 @@ __device__ __forceinline__ void expand_chunks(const PushArgs& p, const Now& now,
   const Exchange& x = p.dispatch.exchange;
   u8* own = d.region(d.me);
   const u32 block = blockIdx.x - p.pushers, blocks = gridDim.x - p.pushers, warps = blockDim.x / 32;
-  const int* counts = slot_counts(d, x);
+  const int* counts = p.expand.totals;
   run_offsets(d, x, counts, offsets);
   if (!runs_fit(p.expand, counts, offsets, block == 0)) return;
+  if (block == 0) publish_counts(p.expand);
   if (x.layout == EP_LAYOUT_CONTIGUOUS) {
     for (u32 run = threadIdx.x; block == 0 && run <= d.slots; run += blockDim.x) reinterpret_cast<int*>(own + x.at.slot_offsets)[run] = int(offsets[run]);
     label_rows(p.expand, counts, offsets, block * warps + threadIdx.x / 32, blocks * warps);
