@@ -69,12 +69,14 @@ __device__ inline bool runs_fit(const ExpandArgs& a, const int* counts, const u3
   const Exchange& x = a.exchange;
   if (x.layout == EP_LAYOUT_ARRIVAL) return true;
   const bool masked = x.layout == EP_LAYOUT_MASKED;
+  const u32 rows = u32(x.at.expanded_rows);
   bool fits = true;
   for (u32 s = threadIdx.x; s < d.slots; s += blockDim.x) {
-    const bool full = masked ? u32(counts[s]) > x.masked_room : offsets[s + 1] > x.at.expanded_rows;
+    // Contiguous: the first run that does not fit; those behind it are beyond the end whatever they hold.
+    const bool full = masked ? u32(counts[s]) > x.masked_room : offsets[s] <= rows && offsets[s + 1] > rows;
     fits = fits && !full;
     if (full && speaks)
-      tear(d, kPhaseDispatch, x.index, EPC_WHY_ROOM, d.me, a.layer, 0, s, u32(counts[s]), masked ? x.masked_room : u32(x.at.expanded_rows) - offsets[s]);
+      tear(d, kPhaseDispatch, x.index, EPC_WHY_ROOM, d.me, a.layer, 0, s, u32(counts[s]), masked ? x.masked_room : rows - offsets[s]);
   }
   return !__syncthreads_or(!fits);
 }
