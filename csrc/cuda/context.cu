@@ -136,7 +136,12 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   int sm_count = 0;
   EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));
   sms = u32(sm_count);
-  const u32 sharing = config.ranks_on_device ? config.ranks_on_device : 1;
+  // Kernels that may wait on this GPU at the same time: two channels are for two batches under way, and ranks need not
+  // start them in one order.
+  u32 channels = 1;
+  for (u32 i = 0; i < g.exchanges; ++i)
+    if (g.exchange[i].channels > channels) channels = g.exchange[i].channels;
+  const u32 sharing = (config.ranks_on_device ? config.ranks_on_device : 1) * channels;
   grid_cap = sms / sharing ? sms / sharing : 1;
   early = sharing == 1;  // a successor that waits on an SM must not keep a peer's kernel off it
   Domain& d = domain;
