@@ -25,8 +25,9 @@ __device__ __forceinline__ Ahead read_routing(const DispatchArgs& a, const Chunk
   Ahead r{-1, 0.f};
   if (i >= c.rows || lane >= a.domain.topk) return r;
   const u64 at = u64(c.row(i) / a.exchange.rows_per_token) * a.domain.topk + lane;
-  r.id = a.ids_wide ? __ldg(static_cast<const long long*>(a.ids) + at) : __ldg(static_cast<const int*>(a.ids) + at);
-  r.weight = a.weights ? __ldg(a.weights + at) : 1.f;
+  // Plain loads: this kernel may have begun before the one that writes these, so they are not constant while it runs.
+  r.id = a.ids_wide ? static_cast<const long long*>(a.ids)[at] : static_cast<const int*>(a.ids)[at];
+  r.weight = a.weights ? a.weights[at] : 1.f;
   return r;
 }
 
