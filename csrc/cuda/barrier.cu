@@ -1,4 +1,6 @@
 // The step barrier and the end-of-step check (design: protocol, sections 3 and 4). One block each.
+#include <utility>
+
 #include "decide.cuh"
 #include "kernels.h"
 
@@ -396,6 +398,16 @@ __global__ void tear_kernel(const __grid_constant__ Domain d) {
   if (load_relaxed(&d.state->torn) == 0) tear(d, kPhaseNone, 0, EPC_WHY_ENGINE, d.me);
 }
 
+// One block. The answer is about this launch: the thread's last error may be of somebody else's call.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_alone(void (*kernel)(Parameters...), u32 threads, cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
 }  // namespace
 
 u64 barrier_scratch_bytes(u32 ranks) { return ranks * (sizeof(Seen) + ep::kCellViews * ranks * 4); }
@@ -403,16 +415,13 @@ u64 barrier_scratch_bytes(u32 ranks) { return ranks * (sizeof(Seen) + ep::kCellV
 cudaError_t load_barrier() { return first_of({load(step_begin_kernel), load(step_end_kernel), load(tear_kernel)}); }
 
 cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream) {
-  step_begin_kernel<<<1, kThreads, 0, stream>>>(d, tokens);
-  return cudaGetLastError();
+  return launch_alone(step_begin_kernel, kThreads, stream, d, tokens);
 }
 cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream) {
-  step_end_kernel<<<1, 1024, 0, stream>>>(d, complete_flag);
-  return cudaGetLastError();
+  return launch_alone(step_end_kernel, 1024, stream, d, complete_flag);
 }
 cudaError_t launch_tear(const Domain& d, cudaStream_t stream) {
-  tear_kernel<<<1, 1, 0, stream>>>(d);
-  return cudaGetLastError();
+  return launch_alone(tear_kernel, 1, stream, d);
 }
 
 }  // namespace epc

@@ -41,6 +41,7 @@ epc_context::~epc_context() {
     cudaHostUnregister(header);
     munmap(header, layout.base.header_bytes);
   }
+  cudaGetLastError();  // of a device that failed, or of a context half made; nobody else's launch
 }
 
 int epc_context::check_formats() const {
