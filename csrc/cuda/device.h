@@ -20,6 +20,7 @@ constexpr u32 kChunks = 128;      // chunks of an exchange unless its cap asks f
 constexpr u32 kFineRows = 8;      // rows of a chunk where arrival and expansion overlap
 constexpr u64 kOverlapBytes = 4u << 20;  // bytes of a full batch from which on they do
 constexpr u32 kNobody = 0xffffffffu;
+constexpr u32 kMostSlots = 12000;  // where rows are placed by slot: every block has all the runs' beginnings in shared memory
 constexpr u32 kPlaceBlocks = 128, kPlaceRuns = 2048;  // expand.cu: blocks that find places, and runs up to which they do
 
 // GPU parts of one channel, behind the parts that both planes share. Row r of a source belongs to chunk r % chunks and
