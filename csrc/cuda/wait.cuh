@@ -103,9 +103,12 @@ struct Waiter {
     const u64 now = wall_ns();
     if (!since) since = now;
     if (now - since > d.exchange_timeout_ns) return EPC_WHY_TIMEOUT;
-    if (now - since > d.suspect_ns && blockIdx.x == 0) record_wait();
+    if (now - since > d.suspect_ns && speaks()) record_wait();
     return 0;
   }
+
+  // In some kernels the first blocks only push, so the last one tells of waits, too.
+  __device__ __forceinline__ bool speaks() const { return blockIdx.x == 0 || blockIdx.x + 1 == gridDim.x; }
 
   // For the daemon, so that a hung rank can be told from a slow one.
   __device__ void record_wait() {
@@ -117,7 +120,7 @@ struct Waiter {
   }
 
   __device__ __forceinline__ void done() {
-    if (since && blockIdx.x == 0) store_relaxed(reinterpret_cast<u32*>(&d.header->wait.phase), kPhaseNone);
+    if (since && speaks()) store_relaxed(reinterpret_cast<u32*>(&d.header->wait.phase), kPhaseNone);
   }
 };
 
