@@ -17,13 +17,19 @@ __device__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, u64 step) {
   return reinterpret_cast<ep::Cell*>(d.region(on) + d.cells + ((step & 1) * d.ranks + from) * d.cell_bytes);
 }
 
+// Thread 0: a version for the cells that are written next. The clock may stand still for a microsecond, longer than it takes
+// to join a later barrier.
+__device__ void new_version(const Domain& d, Barrier& b) {
+  const u64 now = wall_ns() << 1, next = d.state->written + 2;
+  d.state->written = b.version = now > next ? now : next;
+}
+
 // A warp writes one cell. Its version is odd meanwhile, and never repeats.
 __device__ void write_cell(const Domain& d, const Barrier& b, u32 to, u32 tokens) {
   const u32 lane = threadIdx.x % 32;
   u64* cell = reinterpret_cast<u64*>(cell_at(d, to, d.me, b.step));
-  const u64 version = wall_ns() << 1;
   if (lane == 0) {
-    store_relaxed(cell, version | 1);
+    store_relaxed(cell, b.version | 1);
     fence_system();
     store_relaxed(cell + 1, b.step);
     store_relaxed(cell + 2, u64(d.state->incarnation) | u64(tokens) << 32);
@@ -45,7 +51,7 @@ __device__ void write_cell(const Domain& d, const Barrier& b, u32 to, u32 tokens
   __syncwarp();
   if (lane == 0) {
     fence_system();
-    store_relaxed(cell, version + 2);
+    store_relaxed(cell, b.version + 2);
   }
 }
 
@@ -232,6 +238,7 @@ __device__ void open_barrier(const Domain& d, Barrier& b, u32 tokens) {
   b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
   b.staged_count = later_views(d, s->epoch, b.staged);
   snapshot(s, b);
+  new_version(d, b);
   d.record->info.tokens[d.me] = tokens;
   s->torn = 1;
   s->tearing = 0;
@@ -293,6 +300,7 @@ __device__ void follow(const Domain& d, Barrier& b, u32 tokens) {
     b.step = b.higher;
     b.staged_count = later_views(d, d.state->epoch, b.staged);
     snapshot(d.state, b);
+    new_version(d, b);
   }
   __syncthreads();
   send_cells(d, b, tokens);

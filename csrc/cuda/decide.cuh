@@ -29,7 +29,7 @@ struct Known {
 };
 
 struct Barrier {
-  u64 step, began, deadline;
+  u64 step, began, deadline, version;
   Known running;
   Known staged[EP_BANKS], mine[EP_BANKS];  // staged by now; as written in my cell
   u32 staged_count, mine_count;

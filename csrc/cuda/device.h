@@ -65,6 +65,7 @@ struct State {
   u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
   u64 begun, ended;               // barriers and step ends that have run
   u64 done;                       // agreed completion: works complete here
+  u64 written;                    // version of the last barrier cells
 };
 
 // What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.
