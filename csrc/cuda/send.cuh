@@ -138,6 +138,13 @@ struct QuantisedRows {
   }
 };
 
+// Tags number the exchanges of a step on a channel: one more than they can count would look like an earlier one.
+__device__ __forceinline__ bool out_of_numbers(const DispatchArgs& a, const Now& now) {
+  if (now.sequence < ep::kMaxSequence) return false;
+  if (!now.torn) tear(a.domain, kPhaseDispatch, a.exchange.index, EPC_WHY_SEQUENCE, a.domain.me, a.layer);
+  return true;
+}
+
 // All that a block sends in a dispatch. `now` is filled. False: the step is torn.
 template <class Payload>
 __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, SendShared& s, Now& now) {
@@ -160,7 +167,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
     }
   }
   now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) {
+  if (__syncthreads_or(now.torn || out_of_numbers(a, now))) {
     payload.abandon();
     return false;
   }

@@ -21,6 +21,7 @@ class Why(enum.IntEnum):
     LOST = 9
     IDS = 10
     DISAGREE = 11
+    SEQUENCE = 12
 
 
 class StepStatus(enum.IntEnum):
