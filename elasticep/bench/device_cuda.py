@@ -119,6 +119,7 @@ def dispatch_args(
     lost: torch.Tensor | None = None,
     channel: int = 0,
     global_scale: float = 0.0,
+    x_scales: torch.Tensor | None = None,
 ) -> native.DispatchArgs:
     """Arguments of a dispatch; the tensors must live until it has run."""
     return native.DispatchArgs(
@@ -129,7 +130,7 @@ def dispatch_args(
         x_dtype=int(x_dtype),
         ids_bytes=ids.element_size(),
         x=x.data_ptr(),
-        x_scales=None,
+        x_scales=x_scales.data_ptr() if x_scales is not None else None,
         ids=ids.data_ptr(),
         weights=weights.data_ptr(),
         lost=lost.data_ptr() if lost is not None else None,

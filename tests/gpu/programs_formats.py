@@ -70,6 +70,57 @@ def quantised_bits(member: Member, dtype: int, packed: bool, global_scale: float
     }
 
 
+def rows_quantised_before(member: Member, dtype: int, off: int) -> dict[str, int]:
+    """Rows and scales that the engine quantised itself, against what arrives of them. `off`: bytes
+    by which the scales lie beside a multiple of four."""
+    (seat,) = seats_of(member)
+    g = seat.context.geometry
+    device, tokens = seat.factors.device, 9
+    row_bytes = g.hidden // 2 if dtype == abi.Dtype.NVFP4 else g.hidden
+    scale_bytes = g.hidden // {abi.Dtype.MXFP8: 32, abi.Dtype.NVFP4: 16}[abi.Dtype(dtype)]
+    generator = torch.Generator("cpu").manual_seed(7)
+    x = torch.randint(1, 0x7F, (tokens, row_bytes), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (tokens, scale_bytes), generator=generator, dtype=torch.uint8)
+    x = x.to(device)
+    room = torch.empty(off + scales.numel(), dtype=torch.uint8, device=device)
+    room[off:] = scales.flatten().to(device)
+    ids = torch.zeros(tokens, g.topk, dtype=torch.int64, device=device)
+    weights = torch.ones(tokens, g.topk, device=device)
+    stream = seat.stream.cuda_stream
+    seat.context.step_begin(tokens, stream)
+    args = dispatch_args(0, 0, x, abi.Dtype(dtype), ids, weights, x_scales=room[off:])
+    torch.cuda.synchronize()
+    seat.context.dispatch(args, stream)
+    torch.cuda.synchronize()
+    a = arrived(seat.context, 0)
+    assert a.scales is not None
+    return {
+        "rows": int((a.rows.view(torch.uint8)[:tokens] != x).sum()),
+        "scales": int((a.scales[:tokens].cpu() != scales).sum()),
+    }
+
+
+def many_exchanges(member: Member, count: int) -> dict[str, Any]:
+    """One step of `count` exchanges on a channel, and a short one after it."""
+    (seat,) = seats_of(member)
+    b = new_batch(seat, 0, 1)
+    a = arrived(seat.context, 0)
+    a.out.zero_()
+    torch.cuda.synchronize()
+    stream = seat.stream.cuda_stream
+    found = []
+    for exchanges in (count, 1):
+        seat.context.step_begin(1, stream)
+        for _ in range(exchanges):
+            args = dispatch_args(0, 0, b.x, abi.Dtype.BF16, b.ids, b.weights)
+            seat.context.dispatch(args, stream)
+            seat.context.combine(0, 0, 1, b.out.data_ptr(), abi.Dtype.BF16, stream)
+        seat.context.step_end(stream)
+        torch.cuda.synchronize()
+        found.append(seat.context.result())
+    return {"complete": [r.complete for r in found], "why": int(found[0].fault.why)}
+
+
 def tear_with(member: Member, exchange: int, what: str, tokens: int = 8) -> list[dict[str, Any]]:
     """One dispatch that cannot go on, for the reason `what`; the fault of each rank, and a
     whole step after it."""
@@ -104,6 +155,8 @@ def tear_with(member: Member, exchange: int, what: str, tokens: int = 8) -> list
         names = ("why", "rank", "layer", "expert", "slot", "rows", "room")
         faults.append({n: int(getattr(result.fault, n)) for n in names})
         faults[-1]["complete"] = result.complete
+        counts = arrived(seat.context, exchange).counts  # an expert kernel would read these now
+        faults[-1]["counted"] = 0 if counts is None else int(counts.sum())
     return faults
 
 
@@ -187,22 +240,23 @@ def empty_steps(member: Member, count: int) -> list[list[int]]:
     return [[r.step, int(r.status)] for r in results]
 
 
-def two_channels(member: Member, rounds: int) -> dict[str, Any]:
-    """Two batches in flight on two channels and streams, every second round in halves."""
+def two_channels(member: Member, rounds: int, tokens: int = 8) -> dict[str, Any]:
+    """Two batches in flight on two channels and streams, every second round in halves. Odd ranks
+    begin with the second channel."""
     seats = seats_of(member)
     g = member.spec.shape()
     streams = [torch.cuda.Stream() for _ in seats]
     wrong = 0
     for number in range(rounds):
         for seat in seats:
-            seat.context.step_begin(8, seat.stream.cuda_stream)
+            seat.context.step_begin(tokens, seat.stream.cuda_stream)
         torch.cuda.synchronize()
-        batches = [[new_batch(s, 0, 8 + 3 * c) for c in (0, 1)] for s in seats]
+        batches = [[new_batch(s, 0, tokens + 3 * c) for c in (0, 1)] for s in seats]
         torch.cuda.synchronize()
         for half in ("send", "receive") if number % 2 else ("both",):
             for seat, pair, other in zip(seats, batches, streams, strict=True):
-                for c, stream in enumerate((seat.stream, other)):
-                    b = pair[c]
+                for c in (0, 1) if seat.rank % 2 == 0 else (1, 0):
+                    b, stream = pair[c], (seat.stream, other)[c]
                     args = dispatch_args(0, c, b.x, abi.Dtype.BF16, b.ids, b.weights, channel=c)
                     seat.context.dispatch(args, stream.cuda_stream, half=half)
         torch.cuda.synchronize()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
+from elasticep.errors import NativeError
 from elasticep.native import abi
 from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS, FP8_OUTPUTS
@@ -92,6 +93,34 @@ def test_quantised_rows_have_the_bits_of_the_cpu_plane(
     assert result == {"rows": 0, "scales": 0, "arrival": True}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(D.MXFP8, 2880), (D.MXFP8, 512), (D.NVFP4, 96), (D.NVFP4, 512)]
+)
+@pytest.mark.parametrize("off", [0, 1])
+def test_scales_of_rows_quantised_before_arrive_whole(
+    dtype: abi.Dtype, hidden: int, off: int
+) -> None:
+    shape = geometry(1, [exchange(16, dispatch=dtype)], topk=1, experts=4, hidden=hidden)
+    with on_one_card(shape, 1) as f:
+        (result,) = f.run(f"{FORMATS}:rows_quantised_before", dtype=int(dtype), off=off)
+    assert result == {"rows": 0, "scales": 0}
+
+
+@pytest.mark.parametrize(("count", "complete"), [(4095, True), (4096, False)])
+def test_a_step_has_as_many_exchanges_as_tags_can_number(count: int, complete: bool) -> None:
+    with on_one_card(geometry(1, [exchange(1)], topk=1, experts=4), 1) as f:
+        (result,) = f.run(f"{FORMATS}:many_exchanges", count=count)
+    assert result["complete"] == [complete, True]
+    if not complete:
+        assert result["why"] == native.Why.SEQUENCE
+
+
+def test_more_slots_than_fit_into_shared_memory_are_refused() -> None:
+    shape = geometry(1, [exchange(1, layout=L.MASKED)], topk=1, experts=4, slots=12_001)
+    with pytest.raises(NativeError, match="at most 12000"):
+        on_one_card(shape, 1)
+
+
 def test_case_22_capturing_and_replaying_takes_no_memory() -> None:
     shapes = [exchange(64, **kind) for kind in PRESETS.values() if not kind.get("cpu_sync")]
     with on_one_card(geometry(1, shapes, experts=16), 1) as f:
@@ -101,9 +130,13 @@ def test_case_22_capturing_and_replaying_takes_no_memory() -> None:
     assert result["lost"] <= 32 << 20  # the graph itself
 
 
-def test_two_channels_on_two_streams() -> None:
-    with on_one_card(geometry(2, [exchange(64, channels=2)], experts=16), 2) as f:
-        (result,) = f.run(f"{FORMATS}:two_channels", rounds=20)
+@pytest.mark.parametrize(("cap", "hidden"), [(64, 512), (2048, 4096)])
+def test_two_channels_on_two_streams(cap: int, hidden: int) -> None:
+    """Large batches take an SM for each block of a kernel: four kernels must fit together."""
+    shape = geometry(2, [exchange(cap, channels=2)], experts=16, hidden=hidden)
+    with on_one_card(shape, 2) as f:
+        tokens = 8 if cap == 64 else cap - 3
+        (result,) = f.run(f"{FORMATS}:two_channels", rounds=20, tokens=tokens)
     assert result == {"wrong": 0}
 
 
@@ -123,6 +156,7 @@ def test_more_rows_than_masked_room_tear_the_step_and_are_named(cap: int) -> Non
     assert full, both
     assert (full[0]["rows"], full[0]["room"]) == (64, 15)
     assert not any(f["complete"] for f in both)
+    assert all(f["counted"] <= 4 * 15 for f in both), both  # expert kernels run in torn steps, too
 
 
 @pytest.mark.parametrize("cap", [100, 1024])
@@ -134,7 +168,8 @@ def test_an_expert_named_repeatedly_beyond_the_room_tears_the_step(cap: int) -> 
         (both,) = f.run(f"{FORMATS}:tear_with", exchange=0, what="repeat", tokens=cap)
     full = [x for x in both if x["why"] == native.Why.ROOM]
     assert full, both
-    assert full[0]["rows"] == 2 * cap * 8
+    assert (full[0]["slot"], full[0]["rows"]) == (1, 2 * cap * 8)
+    assert all(x["counted"] == 0 for x in both), both  # expert kernels run in torn steps, too
     assert full[0]["room"] == -(-(2 * cap * 4 + 4 * 127) // 128) * 128
 
 
