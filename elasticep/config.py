@@ -361,7 +361,11 @@ def load_config(
     values.update(_from_env(kind, section, env))
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     refuse_unknown("the command line", given, _parsers(kind))
-    values.update({name: (f"--{name.replace('_', '-')}", value) for name, value in given.items()})
+    # Engines give arguments to `attach`; the processes are given flags.
+    form = "{}" if section == "client" else "--{}"
+    values.update(
+        {name: (form.format(name.replace("_", "-")), value) for name, value in given.items()}
+    )
     parsed: dict[str, Any] = {}
     tls: dict[str, Any] = {}
     parsers = _parsers(kind)

@@ -2,6 +2,7 @@
 flag, and raises `ValueError` with what it wants.
 """
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ def whole(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
             value = int(value)
+        elif hasattr(value, "__index__") and not isinstance(value, bool):
+            value = operator.index(value)  # NumPy has whole numbers of its own
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise ValueError(f"a whole number from {low} to {high}")
         return value

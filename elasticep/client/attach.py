@@ -118,12 +118,27 @@ def _settings(
             f"rank {settings.rank} of group {config.name!r}, whose geometry.max_ranks is "
             f"{config.geometry.max_ranks}; ranks are 0 to {config.geometry.max_ranks - 1}"
         )
-    if not Path(settings.socket).exists():
-        raise DaemonUnavailable(
-            f"there is no socket {settings.socket}; start `elasticep daemon` on this node, or set "
-            "ELASTICEP_SOCKET to its socket"
-        )
+    _check_socket(settings.socket)
     return settings
+
+
+def _check_socket(path: str) -> None:
+    """Of what is wrong with a socket gRPC would say only that it failed to connect, and later."""
+    try:
+        Path(path).stat()
+        allowed = os.access(path, os.W_OK, effective_ids=True)
+    except PermissionError:
+        allowed = False
+    except OSError:
+        raise DaemonUnavailable(
+            f"there is no socket {path}; start `elasticep daemon` on this node, or set "
+            "ELASTICEP_SOCKET to its socket"
+        ) from None
+    if not allowed:
+        raise DaemonUnavailable(
+            f"user {os.geteuid()} may not use the socket {path}; run the engine as the user that "
+            "the daemon runs as, or as root"
+        )
 
 
 def _ask(

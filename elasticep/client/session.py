@@ -371,7 +371,16 @@ class Session:
         return self._warm()
 
     def status(self) -> abi.Status:
-        """What this rank's header says: process ids, epoch, steps torn and complete."""
+        """What this rank's header says.
+
+        Returns:
+            A record with, among others, `rank`, `incarnation`, `runner_pid` and `engine_pid`
+            (0: none), `fenced` (the latest incarnation that was expelled), `epoch`, `step`,
+            `complete_steps`, `torn_steps`, `warmup` (1: hang detection is suspended).
+
+        Raises:
+            UsageError: the session is detached, or another process's.
+        """
         self._check_usable()
         return self._handle.status()
 

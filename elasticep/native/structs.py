@@ -267,6 +267,10 @@ class Status(Structure):
         ("staged", c_uint64 * BANKS),
     )
 
+    def __repr__(self) -> str:
+        names = [name for name, *_ in self._fields_ if name not in ("pad", "staged")]
+        return f"Status({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
 
 class Event(Structure):
     """`ep_event`."""

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent import futures
@@ -159,6 +161,33 @@ def test_no_daemon_is_said_at_once(folder: Path) -> None:
         elasticep.attach("demo", 0, path(folder))
 
 
+AS_ANOTHER = """
+import os, sys
+import elasticep, elasticep.client.attach
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    elasticep.attach("demo", 0, sys.argv[1])
+except elasticep.DaemonUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_an_engine_of_another_user_is_told_so(daemon: Daemon, folder: Path, mode: int) -> None:
+    folder.chmod(mode)  # the daemon's directory is closed to others; its socket is in any case
+    os.chmod(path(folder), 0o660)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ANOTHER, path(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith(f"user 65534 may not use the socket {path(folder)}; run the ")
+    assert not daemon.requests
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -167,7 +196,7 @@ def test_no_daemon_is_said_at_once(folder: Path) -> None:
         ({"group": "other", "config": CONFIG, "rank": 0}, "group is 'other' but config is that of"),
         ({"config": CONFIG, "rank": 2}, "ranks are 0 to 1"),
         ({"group": "demo", "rank": 0, "timeout": 0}, "timeout is 0 seconds"),
-        ({"group": "demo", "rank": -2}, "rank"),
+        ({"group": "demo", "rank": -2}, "^rank is -2; it must be a whole number"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elasticep.config import (
@@ -84,6 +85,14 @@ def test_every_kind_of_value_can_come_from_the_environment(tmp_path: Path) -> No
     assert config.tls == TlsConfig(cert="c", key="k", ca="a")
     assert config.grpc_socket == f"{tmp_path}/daemon.sock"
     assert [str(seats) for seats in config.seats] == ["g:0,1", "h:7"]
+
+
+def test_a_rank_may_be_a_whole_number_of_numpy() -> None:
+    config = load_config(ClientConfig, env={}, flags={"rank": np.int64(3)})
+    assert (config.rank, type(config.rank)) == (3, int)
+    for wrong in (np.float64(3), True, "3.0"):
+        with pytest.raises(ConfigError, match=r"^rank is .*; it must be a whole number"):
+            load_config(ClientConfig, env={}, flags={"rank": wrong})
 
 
 def test_kubernetes_service_variables_are_no_settings_of_ours() -> None:

@@ -316,3 +316,9 @@ def test_view_tables_are_checked() -> None:
         }
         with pytest.raises(ConfigError, match=match):
             convert.ViewTables(geometry, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_status_of_a_rank_can_be_read_when_it_is_printed() -> None:
+    shown = repr(abi.Status(rank=3, engine_pid=41, complete_steps=5))
+    assert shown.startswith("Status(rank=3, incarnation=0, runner_pid=0, engine_pid=41,")
+    assert "complete_steps=5" in shown
