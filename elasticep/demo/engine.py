@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from elasticep.client import Session, Step, attach
 from elasticep.demo.batch import Batch, Feed
-from elasticep.demo.model import Decoder
+from elasticep.demo.model import Decoder, logit_sums
 from elasticep.demo.settings import EXCHANGE, ModelSizes
 from elasticep.demo.wire import Message, Pipe, assignment_from
 from elasticep.engines.transformers import MoELayers, replace_moe_blocks
@@ -108,7 +108,7 @@ class _Engine:
             if not self._pipe.open:
                 return
             feed = self._batch.feed()
-            step, best = self._session.run(
+            step, best, sums = self._session.run(
                 self._forward, feed, tokens=feed.count, on_torn=self._tell_torn
             )
             number = step.number
@@ -119,7 +119,7 @@ class _Engine:
                 epoch=step.epoch,
                 begun_ns=self._begun_ns,
                 at_ns=time.monotonic_ns(),
-                answers=[[answer.request, answer.index, answer.token] for answer in answers],
+                answers=[[a.request, a.index, a.token, sums[a.row]] for a in answers],
                 requests=self._batch.requests,
                 replay_errors=self._batch.replay_errors,
             )
@@ -132,8 +132,10 @@ class _Engine:
             elif message["kind"] == "stop":
                 self._stop_at = message["step"]
 
-    def _forward(self, step: Step, feed: Feed) -> tuple[Step, list[int]]:
-        """One pass; called again with the same feed when the step tore."""
+    def _forward(self, step: Step, feed: Feed) -> tuple[Step, list[int], list[int]]:
+        """One pass; called again with the same feed when the step tore. Returns the best token of
+        each row and a sum over its logits' bits.
+        """
         import torch
 
         self._begun_ns = time.monotonic_ns()
@@ -150,11 +152,11 @@ class _Engine:
         if not feed.count:
             with torch.inference_mode():
                 self._layers.idle()
-            return step, []
+            return step, [], []
         self._layers.active = torch.tensor(feed.active)
         logits = self._decoder.step(feed.tokens, feed.positions)
         best: list[int] = logits.argmax(-1).tolist()
-        return step, best
+        return step, best, logit_sums(logits)
 
     def _until_killed(self) -> None:
         """Stay here until the parent says that the worker is dead, or kills this process."""

@@ -34,6 +34,7 @@ class Entry:
     max_new: int
     rank: int
     tokens: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
     moves: int = 0
 
     @property
@@ -90,8 +91,8 @@ class Journal:
             if entry.rank == rank and not entry.done
         ]
 
-    def record(self, rank: int, request: int, index: int, token: int) -> None:
-        """Take a token from a complete step.
+    def record(self, rank: int, request: int, index: int, token: int, logits: int = 0) -> None:
+        """Take a token from a complete step, and a sum over the logits it was chosen from.
 
         Raises:
             UsageError: it is not the next token of a request of this rank. An engine that says so
@@ -104,6 +105,7 @@ class Journal:
                 f"{entry.rank} and has {len(entry.tokens)} of {entry.max_new} tokens"
             )
         entry.tokens.append(token)
+        entry.sums.append(logits)
 
     def take_over(self, dead: int) -> dict[int, list[Assignment]]:
         """Give a dead rank's unfinished requests to those who have the fewest.
@@ -129,3 +131,8 @@ class Journal:
         """Requests whose tokens are not those of the reference run."""
         pairs = zip(self.entries, reference, strict=True)
         return [n for n, (entry, right) in enumerate(pairs) if entry.tokens != list(right)]
+
+    def other_bits(self, reference: Iterable[Sequence[int]]) -> list[int]:
+        """Requests whose logits are not those of the reference run, to the bit."""
+        pairs = zip(self.entries, reference, strict=True)
+        return [n for n, (entry, right) in enumerate(pairs) if entry.sums != list(right)]

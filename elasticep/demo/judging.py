@@ -80,6 +80,7 @@ def judge(
             "requests": len(journal.entries),
             "requests_moved": facts.moved,
             "requests_differing": differing,
+            "logits_differing": journal.other_bits(reference.sums),
             "replay_errors": replay_errors,
             "seconds_serving": round(facts.served_s, 3),
         },

@@ -217,8 +217,8 @@ class Demo:
         line = self._lines[rank]
         line.step, line.epoch = message["step"], message["epoch"]
         line.requests = message["requests"]
-        for request, index, token in message["answers"]:
-            self._journal.record(rank, request, index, token)
+        for answer in message["answers"]:
+            self._journal.record(rank, *answer)
         line.tokens += len(message["answers"])
         self._balance.step(rank, message["at_ns"])
         self._progress.add_tokens(len(message["answers"]))

@@ -57,10 +57,20 @@ class Report:
             ("steps repeated", str(self.steps_repeated)),
             ("requests lost", str(self.requests_lost)),
             ("tokens", str(self.tokens_total)),
-            ("tokens identical", "yes" if self.tokens_identical else "NO"),
+            ("tokens identical", self._identical()),
             ("smallest top-1 margin", f"{self.details.get('min_margin', float('nan')):.5f}"),
             ("epochs", ", ".join(str(epoch) for epoch in self.epochs)),
         ]
+
+    def _identical(self) -> str:
+        if not self.tokens_identical:
+            return "NO"
+        other = self.details.get("logits_differing")
+        if other is None:
+            return "yes"
+        return (
+            f"yes, with other logits in {len(other)} requests" if other else "yes, all logits too"
+        )
 
     def _rebalanced(self) -> list[tuple[str, str]]:
         figures = self.details.get("rebalance")

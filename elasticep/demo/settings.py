@@ -91,7 +91,7 @@ class DemoSettings:
     restore: Restore | None = None
     at: int | None = None
     tokens: int = 40
-    seed: int = 13  # clear margins: the best token is never nearly a tie
+    seed: int = 13
     timeout_s: float = 120.0
     sizes: ModelSizes = ModelSizes()
 
