@@ -28,16 +28,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from elasticep.balance import RebalancePolicy
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Timeouts
 from elasticep.proto import controller_pb2, node_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.cluster import Cluster
 
-WAIT_S: Final = 20.0
+# Generous: what comes at once on an idle machine takes its time on a busy one.
+WAIT_S: Final = 60.0
 _LOOK_S: Final = 0.01
 _CALL_S: Final = 2.0
-_DRAIN_S: Final = 12.0
+_DRAIN_S: Final = 30.0
 _numbers = itertools.count()
 Record = dict[str, Any]
 
@@ -55,6 +57,8 @@ def light_config(name: str, ranks: int, initial: int | None = None, **more: Any)
         "timeouts": Timeouts(node_timeout_ms=15_000),  # a killed daemon is back before
         "spare_copies": min(2, ranks - 1),
         "flap_limit": 0,
+        # On a slow machine a test lasts long enough for a view that nobody asked for.
+        "rebalance": RebalancePolicy(automatic=False),
         **more,
     }
     return GroupConfig(
@@ -99,7 +103,7 @@ class _Nursery:
     def close(self) -> None:
         """End it, and with it its engines."""
         self._control.close()
-        self.process.wait(10.0)
+        self.process.wait(60.0)
 
 
 @functools.cache
@@ -318,6 +322,15 @@ class Fleet:
                 )
             assert engine.end is None or engine.end["kind"] != "failed", engine.end
 
+    def completed_alone(self, rank: int, since_ns: int, others: Iterable[int]) -> list[Record]:
+        """Complete steps that a rank told of since `since_ns` and that one of `others` did not
+        complete in the same view. Whoever is stopped between the end of a step and telling of it
+        tells of it late; but then all have completed it.
+        """
+        told = [r for r in self.engine(rank).complete() if r["at_ns"] >= since_ns]
+        peers = [{(r["step"], r["epoch"]) for r in e.complete()} for e in self.engines(others)]
+        return [r for r in told if not all((r["step"], r["epoch"]) in done for done in peers)]
+
     # ---- asking
 
     def status(self) -> controller_pb2.GroupStatus | None:
@@ -343,7 +356,7 @@ class Fleet:
 
         with grpc.insecure_channel(f"unix:{self.cluster.socket_of(rank)}") as channel:
             answer = node_pb2_grpc.NodeServiceStub(channel).GetStatus(
-                node_pb2.GetStatusRequest(), timeout=_CALL_S
+                node_pb2.GetStatusRequest(), timeout=WAIT_S
             )
         return next(s for s in answer.seats if s.seat.rank == rank)
 
@@ -352,21 +365,14 @@ class Fleet:
         request = controller_pb2.DrainRequest(
             group=self.config.name, ranks=list(ranks), reason="a test"
         )
-        answer = ask_leader(
-            self.cluster.controller_addresses(),
-            lambda stub: stub.Drain(request, timeout=_DRAIN_S),
-        )
-        assert isinstance(answer, controller_pb2.DrainResponse), f"no leader drained {ranks}"
+        answer = self._order(lambda stub: stub.Drain(request, timeout=_DRAIN_S), f"{ranks} drained")
+        assert isinstance(answer, controller_pb2.DrainResponse)
         return answer.epoch
 
     def undrain(self, ranks: Iterable[int]) -> None:
         """Let drained ranks in again."""
         request = controller_pb2.UndrainRequest(group=self.config.name, ranks=list(ranks))
-        answer = ask_leader(
-            self.cluster.controller_addresses(),
-            lambda stub: stub.Undrain(request, timeout=_CALL_S),
-        )
-        assert answer is not None, f"no leader let {ranks} in"
+        self._order(lambda stub: stub.Undrain(request, timeout=_CALL_S), f"{ranks} let in")
 
     def set_policies(self, **settings: str) -> None:
         """Change policies, as `elasticep policy --set` does."""
@@ -375,11 +381,18 @@ class Fleet:
         request = controller_pb2.SetPolicyRequest(
             group=self.config.name, policies=change_from_text(settings)
         )
-        answer = ask_leader(
-            self.cluster.controller_addresses(),
-            lambda stub: stub.SetPolicy(request, timeout=_CALL_S),
-        )
-        assert answer is not None, f"no leader took {settings}"
+        self._order(lambda stub: stub.SetPolicy(request, timeout=_CALL_S), f"{settings} taken")
+
+    def _order(self, call: Callable[[Any], Any], what: str) -> Any:
+        """What a leader answers to a call that may be made again; waits for one that takes it."""
+        answers: list[Any] = []
+
+        def taken() -> bool:
+            answers.append(ask_leader(self.cluster.controller_addresses(), call))
+            return answers[-1] is not None
+
+        self.wait(taken, what)
+        return answers[-1]
 
     def close(self) -> None:
         """End all engines."""

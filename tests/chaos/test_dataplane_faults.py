@@ -100,7 +100,7 @@ def check_i2_inline_silent_rank() -> None:
             t.start()
         sessions[-1].begin(0)  # passes the barrier, then says nothing more
         for t in threads:
-            t.join(10)
+            t.join(60)
             assert not t.is_alive()
         for s in sessions:
             s.close()
@@ -170,7 +170,7 @@ def test_i3_left_behind_by_an_adoption() -> None:
             assert on_all(alive, lambda s: s.end()) == [True] * 3
             assert on_all(alive, lambda s: s.begin(0).epoch) == [2] * 3
             group.signal_worker(RANKS - 1, signal.SIGCONT)
-            assert ending.result(20) is False
+            assert ending.result(60) is False
         for s in sessions:
             s.close()
 
@@ -209,7 +209,7 @@ def test_an_epoch_that_is_staged_again_must_be_the_same_view(scene: Scene) -> No
 
 
 def test_an_engine_that_raises_tears_the_step_for_all_at_once(scene: Scene) -> None:
-    """By leave cells: nobody waits for the exchange timeout of 5 s."""
+    """By leave cells: nobody waits for the exchange timeout of 30 s."""
     sessions = [e.session for e in scene.engines]
     on_all(sessions, lambda s: s.begin(0))
     begin = time.monotonic()
@@ -223,7 +223,7 @@ def test_an_engine_that_raises_tears_the_step_for_all_at_once(scene: Scene) -> N
         return s.end()
 
     assert on_all(sessions, run) == [False] * RANKS
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15
     on_all(sessions, lambda s: s.begin(0))
     on_all(sessions, empty_exchange)
     assert on_all(sessions, lambda s: s.end()) == [True] * RANKS
@@ -251,7 +251,7 @@ def test_agreed_completion_releases_a_work_once_and_only_when_all_have_it(
             s, have = sessions[rank], 0
             while True:
                 try:
-                    info = s.begin(0, timeout_ms=5_000)
+                    info = s.begin(0, timeout_ms=60_000)
                 except errors.Fenced:
                     return
                 if have and have <= info.settled:
@@ -281,7 +281,7 @@ def test_agreed_completion_releases_a_work_once_and_only_when_all_have_it(
         alive = [r for r in range(RANKS) if r != dead]
         group.stage(2, 1, alive, slots)
         for t in threads:
-            t.join(20)
+            t.join(60)
             assert not t.is_alive()
         assert [released[r] for r in alive] == [list(range(1, works + 1))] * 3
         assert released[dead] == list(range(1, len(released[dead]) + 1))
@@ -361,13 +361,14 @@ def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
             killed_at = time.monotonic_ns()
             victim.kill()
             for t in threads:
-                t.join(10)
+                t.join(60)
                 assert not t.is_alive()
             assert set(results) == set(sessions)
             # Whoever sees the dead word first names rank 0; the others may follow its leave cell.
             assert any("rank 0" in text for text, _ in results.values())
             # Two busy cores: the bound is generous, the mechanism (robust futex) is what is tested.
-            assert max(at for _, at in results.values()) - killed_at < 1_000_000_000
+            # Without it they would tear when the exchange times out, after 30 s.
+            assert max(at for _, at in results.values()) - killed_at < 10_000_000_000
             group.wait_for(lambda: len(group.deaths) == 1, "the liveness event")
             assert group.deaths[0].holder == abi.Holder.ENGINE
             for rank in sessions:
@@ -384,7 +385,7 @@ def test_i7_death_of_an_engine_process_leaves_everyone_else_alive() -> None:
                 s.close()
         finally:
             victim.kill()
-            victim.wait(10)
+            victim.wait(60)
             victim.stdin.close()
             victim.stdout.close()
 

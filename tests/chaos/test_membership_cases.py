@@ -18,9 +18,9 @@ from elasticep.testing.cluster import Cluster, daemon_name
 from elasticep.testing.decoding import Fleet, light_config
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(60)
+SLACK_S = 10  # of a busy machine, and far less than an engine waits that is not told otherwise
 QUICK = Timeouts(
-    suspect_after_ms=100, hang_timeout_ms=1_000, exchange_timeout_ms=1_000, node_timeout_ms=15_000
+    suspect_after_ms=100, hang_timeout_ms=3_000, exchange_timeout_ms=3_000, node_timeout_ms=15_000
 )
 
 
@@ -51,16 +51,16 @@ def test_case_03_whoever_is_gone_is_named_within_the_deadline(fleet: Fleet) -> N
     begin = time.monotonic()
     with pytest.raises(AttachError, match="rank 2 of group 'case'"):
         elasticep.attach(rank=2, socket=socket, config=fleet.config, timeout=0.5)
-    assert time.monotonic() - begin < 0.5 + 2 + 2
+    assert time.monotonic() - begin < 0.5 + 2 + SLACK_S
     os.kill(pid, signal.SIGCONT)
     fleet.cluster.kill(name, hold=True)
-    fleet.cluster.wait_for(lambda: name not in fleet.cluster.pids, 10, "the daemon is gone")
+    fleet.cluster.wait_for(lambda: name not in fleet.cluster.pids, 60, "the daemon is gone")
     begin = time.monotonic()
     with pytest.raises(AttachError, match=socket):
         elasticep.attach(rank=2, socket=socket, config=fleet.config, timeout=0.5)
-    assert time.monotonic() - begin < 0.5 + 2 + 2
+    assert time.monotonic() - begin < 0.5 + 2 + SLACK_S
     fleet.cluster.start_again(name)
-    fleet.cluster.wait_for(lambda: name in fleet.cluster.pids, 20, "the daemon is back")
+    fleet.cluster.wait_for(lambda: name in fleet.cluster.pids, 60, "the daemon is back")
     # A joiner cannot get the memory of a peer whose daemon does not answer: said by name, and the
     # others go on; when the daemon answers again, the next joiner comes in.
     peer = fleet.cluster.pids[daemon_name(0)]
@@ -81,7 +81,7 @@ def test_case_03_whoever_is_gone_is_named_within_the_deadline(fleet: Fleet) -> N
 def test_case_07_first_step_slow(fleet: Fleet) -> None:
     # Longer than the hang and exchange time-outs: one rank before its first exchange.
     fleet.open([0, 1])
-    fleet.open([2], slow_s=2.5, warm=True)
+    fleet.open([2], slow_s=6.0, warm=True)
     fleet.members(range(3))
     fleet.progress(range(3))
     assert [e.incarnation for e in fleet.engines(range(3))] == [1, 1, 1]
@@ -122,7 +122,9 @@ def descriptors(pids: list[int]) -> dict[str, int]:
 
 
 def keys(fleet: Fleet) -> list[str]:
-    """Keys in the store, without the history, which has a bound of its own."""
+    """Keys in the store, without the history, which has a bound of its own, and without the loads,
+    which come when their first window is over.
+    """
 
     async def read() -> list[str]:
         store = EtcdStore(fleet.cluster.etcd_endpoints)
@@ -130,7 +132,8 @@ def keys(fleet: Fleet) -> list[str]:
             snapshot = await store.list(records.PREFIX)
         finally:
             await store.close()
-        return sorted(item.key for item in snapshot.items if "/history/" not in item.key)
+        passing = ("/history/", "/loads")
+        return sorted(i.key for i in snapshot.items if not any(part in i.key for part in passing))
 
     return asyncio.run(read())
 
@@ -173,10 +176,10 @@ def test_case_26_twenty_joins_and_leaves_leave_nothing_over(fleet: Fleet) -> Non
         lambda: all(count <= held[kind] + 2 for kind, count in left()[1].items()),
         f"no more descriptors and mappings than {held}",
     )
-    assert left()[2] == stored
+    fleet.wait(lambda: left()[2] == stored, f"no other keys than {stored}")
 
 
-@scene(2, 3, 3, Timeouts(node_timeout_ms=1_500))  # type: ignore[operator]
+@scene(2, 3, 3, Timeouts(node_timeout_ms=4_000))  # type: ignore[operator]
 def test_expelled_engine_completes_nothing_also_when_no_daemon_can_tell_it(fleet: Fleet) -> None:
     fleet.open(range(3))
     fleet.members(range(3))
@@ -188,7 +191,7 @@ def test_expelled_engine_completes_nothing_also_when_no_daemon_can_tell_it(fleet
     fleet.members([1, 2])
     engine.signal(signal.SIGCONT)
     assert "went on without it" in fleet.ended(0, "fenced")["why"]
-    assert all(record["at_ns"] < stopped_ns for record in engine.complete())
+    assert fleet.completed_alone(0, stopped_ns, [1, 2]) == []
     os.kill(daemon, signal.SIGCONT)
     fleet.open([0])
     fleet.members(range(3))

@@ -14,10 +14,9 @@ from elasticep.testing.decoding import Fleet, light_config
 from elasticep.testing.netns import Namespace, missing
 
 pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl makes the certificates"
+)
 RANKS = range(4)
 
 
@@ -82,7 +81,7 @@ def fleet(host: Namespace, tmp_path: Path) -> Iterator[Fleet]:
     }
     wrap = {daemon_name(1): host.command}
     cluster = Cluster(group="cut", ranks=4, nodes=2, environment=environment, wrap=wrap)
-    config = light_config("cut", 4, timeouts=Timeouts(node_timeout_ms=1_500))
+    config = light_config("cut", 4, timeouts=Timeouts(node_timeout_ms=5_000))
     with cluster, Fleet(cluster, config) as made:
         made.open(RANKS)
         made.members(RANKS)

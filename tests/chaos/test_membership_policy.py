@@ -11,7 +11,6 @@ from elasticep.testing.cluster import Cluster
 from elasticep.testing.decoding import Fleet, light_config
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(60)
 
 
 def tight_config() -> GroupConfig:

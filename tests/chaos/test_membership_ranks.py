@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from elasticep.group import Timeouts
 from elasticep.testing.cluster import Cluster, daemon_name
 from elasticep.testing.decoding import Fleet, light_config
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(60)
 RANKS = range(4)
-HANG_S = 5.0  # the group's hang_timeout_ms
+HANG_S = 6.0
+TIMEOUTS = Timeouts(
+    hang_timeout_ms=int(HANG_S * 1e3), exchange_timeout_ms=20_000, node_timeout_ms=15_000
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def fleet(cluster: Cluster) -> Iterator[Fleet]:
     """Four ranks on two nodes, decoding."""
-    with Fleet(cluster, light_config("r", 4)) as fleet:
+    with Fleet(cluster, light_config("r", 4, timeouts=TIMEOUTS)) as fleet:
         fleet.open(RANKS)
         fleet.members(RANKS)
         yield fleet
@@ -58,7 +61,7 @@ def test_death_of_a_daemon_is_not_noticed_and_what_dies_meanwhile_is_dead(fleet:
     epoch = fleet.engine(0).epoch
     name = daemon_name(1)
     fleet.cluster.kill(name, hold=True)
-    fleet.cluster.wait_for(lambda: name not in fleet.cluster.pids, 10, "the daemon is gone")
+    fleet.cluster.wait_for(lambda: name not in fleet.cluster.pids, 60, "the daemon is gone")
     fleet.progress(RANKS, 20)
     assert {e.epoch for e in fleet.engines(RANKS)} == {epoch}
     kill_worker(fleet, 3)  # nobody watches it
@@ -81,10 +84,13 @@ def test_case_02_the_dead_one_goes_and_nobody_else_is_blamed(fleet: Fleet, half:
     fleet.progress({0, 1, 3})
     assert fleet.engine(0).epoch == epoch + 1
     assert fleet.engine(0).view == {rank: before[rank] for rank in (0, 1, 3)}
-    status = fleet.status()
-    assert status is not None
-    states = {r.rank: r.state for r in status.ranks if r.rank != 2}
-    assert states == dict.fromkeys((0, 1, 3), "active")
+
+    def states() -> dict[int, str]:
+        status = fleet.status()
+        return {r.rank: r.state for r in status.ranks if r.rank != 2} if status else {}
+
+    # Who waited for the dead one is suspected for as long as it takes to hear of its next step.
+    fleet.wait(lambda: states() == dict.fromkeys((0, 1, 3), "active"), "the others are active")
 
 
 def test_case_23_a_rank_that_dies_idle_is_noticed_when_it_dies(fleet: Fleet) -> None:
@@ -116,8 +122,8 @@ def test_engine_that_stops_for_three_seconds_is_not_expelled(fleet: Fleet) -> No
 
     def suspected() -> bool:
         status = fleet.status()
-        assert status is not None
-        return any(r.rank == 2 and r.state == "suspected" for r in status.ranks)
+        ranks = status.ranks if status is not None else ()
+        return any(r.rank == 2 and r.state == "suspected" for r in ranks)
 
     fleet.wait(suspected, "rank 2 is suspected")
     fleet.wait(lambda: time.monotonic_ns() - at_ns > 3e9, "three seconds are over")
@@ -137,12 +143,10 @@ def test_engine_that_stops_for_eight_seconds_learns_that_it_was_expelled_and_com
     fleet.wait(lambda: time.monotonic_ns() - at_ns > 8e9, "eight seconds are over")
     assert not engine.gone
     assert fleet.seat(2).seat.incarnation == engine.incarnation, "it still holds its seat"
-    done = len(engine.complete())
     fleet.progress(others)
     engine.signal(signal.SIGCONT)
     assert "rank" in fleet.ended(2, "fenced")["why"]
-    assert len(engine.complete()) == done
-    assert all(r["at_ns"] < at_ns for r in engine.complete())
+    assert fleet.completed_alone(2, at_ns, others) == []
     fleet.open([2])
     fleet.members(RANKS)
     assert fleet.engine(2).incarnation == engine.incarnation + 1

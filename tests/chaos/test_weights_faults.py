@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 def test_the_mover_is_replaced_when_it_dies_or_hangs() -> None:
     with WeightsLab(unit=1 << 20) as lab:
-        lab.start({"n0": [0], "n1": [1]}, "--weights-rate", "4000000")
+        lab.start({"n0": [0], "n1": [1]}, "--weights-rate", "1500000")
         lab.run(1, {0: [0, 1], 1: [2, 3]})
         daemon = lab.nodes["n0"]
         lab.propose(2, {0: [0, 1, 2, 3], 1: [2, 3]})
@@ -41,7 +41,7 @@ def test_the_mover_is_replaced_when_it_dies_or_hangs() -> None:
 
 def test_a_source_that_dies_in_the_middle_is_replaced_by_the_next() -> None:
     with WeightsLab(layers=1, unit=4 * MIB) as lab:
-        lab.start({"n0": [0], "n1": [1], "n2": [2]}, "--weights-rate", "4000000")
+        lab.start({"n0": [0], "n1": [1], "n2": [2]}, "--weights-rate", "2000000")
         lab.run(1, {0: [0], 1: [1, 2], 2: [3]})
         daemon = lab.nodes["n0"]
         lab.propose(2, {0: [0, 1], 1: [1, 2], 2: [3]}, stage=[0])
@@ -78,7 +78,7 @@ def test_a_source_that_stalls_is_left_for_the_next() -> None:
     with WeightsLab(layers=1, unit=16 * MIB) as lab:
         lab.start(
             {"n0": [0], "n1": [1]},
-            *("--weights-rate", "8000000"),
+            *("--weights-rate", "5000000"),
             n1=["--domain", "elsewhere"],
         )
         lab.ranks[1].say("step")
