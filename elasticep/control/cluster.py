@@ -84,8 +84,20 @@ class Cluster:
 
     # ---- nodes
 
-    def check_node(self, name: str) -> None:
-        """Raise `ConfigError` when there is no room for a node that is not known yet."""
+    def check_node(self, endpoint: Endpoint, now_ms: int) -> None:
+        """Raise `ConfigError` when there is no room for a node, or it is another one's namesake.
+
+        A daemon that starts again has the endpoint of before. Another endpoint, while the one known
+        under this name is still heard of, is a second daemon; it would end the seats of the first.
+        """
+        name, known = endpoint.node, self.nodes.get(endpoint.node)
+        if known is not None and known.connected and known.endpoint != endpoint:
+            silent_ms = now_ms - known.heard_ms
+            if silent_ms < 2 * self.heartbeat_ms:
+                raise ConfigError(
+                    f"node {name!r} is the daemon at {known.endpoint.grpc_address}, heard of "
+                    f"{max(0, silent_ms)} ms ago; give this one a name of its own (daemon.node)"
+                )
         if name not in self.nodes and len(self.nodes) >= MAX_NODES:
             raise ConfigError(
                 f"node {name!r} is new, and {MAX_NODES} nodes are known already; delete endpoints "

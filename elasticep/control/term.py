@@ -150,8 +150,8 @@ class Term:
     # ---- what is heard
 
     def open(self, session: NodeSession, seats: Iterable[tuple[str, SeatReport]]) -> None:
-        """A node said hello; `ConfigError` when there is no room for it."""
-        self.cluster.check_node(session.node)
+        """A node said hello; `ConfigError` when there is no room for it, or it is a namesake."""
+        self.cluster.check_node(session.endpoint, self.now_ms())
         old = self._sessions.get(session.node)
         if old is not None:
             old.close(Unavailable(f"node {session.node} opened another session"))

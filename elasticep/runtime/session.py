@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
-from elasticep.errors import ElasticEPError, Unavailable
+from elasticep.errors import ConfigError, ElasticEPError, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
 from elasticep.rpc import open_channel, typed_error
 from elasticep.runtime.limits import MAX_OUTBOX, Limits
@@ -64,6 +64,7 @@ class Session:
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._unwritten = 0
+        self._told: set[str] = set()  # controllers whose refusal was logged
         self.changed = Signal()
         self.connections = 0  # made so far; with each the controller knows the hello and no more
 
@@ -138,6 +139,7 @@ class Session:
     async def _one(self, address: str) -> bool:
         """One connection to one controller, until it ends. True if it took the hello."""
         served = False
+        refused = False
         why = ""
         try:
             channel = open_channel(address, self._node.config.tls)
@@ -153,13 +155,15 @@ class Session:
             self._unwritten = 0
             served = True
             self.connections += 1
+            self._told.clear()
             self._node.log.info("controller.connected", address=address)
             self._node.metrics.connected.set(1)
             self.changed.notify()
             self._orders.connected()
             why = await self._serve(call, first)
         except grpc.aio.AioRpcError as error:
-            why = str(typed_error(error, error.code().name))
+            answer = typed_error(error, error.code().name)
+            why, refused = str(answer), isinstance(answer, ConfigError)
         except (TimeoutError, EOFError, asyncio.InvalidStateError) as error:
             why = str(error) or "no answer in time"
         except Exception as error:  # whatever it sent: the node goes on, with a new connection
@@ -170,9 +174,18 @@ class Session:
             self._node.metrics.connected.set(0)
             self.changed.notify()
             await channel.close()
-        level = self._node.log.warning if served else self._node.log.debug
-        level("controller.lost", address=address, why=why)
+        if refused:
+            self._refused(address, why)
+        else:
+            level = self._node.log.warning if served else self._node.log.debug
+            level("controller.lost", address=address, why=why)
         return served
+
+    def _refused(self, address: str, why: str) -> None:
+        """It is there, and will not have this node: somebody must do something."""
+        level = self._node.log.debug if address in self._told else self._node.log.error
+        self._told.add(address)
+        level("controller.refused", address=address, why=why)
 
     async def _hello(self, call: "SessionCall") -> controller_pb2.ControllerMessage:
         async with asyncio.timeout(self._limits.connect_s):

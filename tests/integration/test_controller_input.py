@@ -25,6 +25,7 @@ from elasticep.testing.controllers import (
     group_config,
     refused,
 )
+from elasticep.testing.nodes import FakeNode, FakeSeat
 
 
 async def drained(call: AsyncIterator[bytes]) -> None:
@@ -103,6 +104,35 @@ def test_a_session_takes_the_place_of_the_nodes_earlier_one(run_memory: Run) -> 
             await nodes.until(lambda: nodes.nodes["b"].sessions >= 2)
             nodes.of(0).kill(0)
             await nodes.until(lambda: nodes.members == [1, 2, 3])
+
+    run_memory(scenario)
+
+
+class Namesake(FakeNode):
+    """A daemon elsewhere that was given the name of another."""
+
+    def hello(self) -> controller_pb2.NodeHello:
+        message = super().hello()
+        message.endpoint.grpc_address = "10.0.0.9:7401"
+        return message
+
+
+def test_a_second_daemon_of_the_same_name_does_not_take_the_first_ones_ranks(
+    run_memory: Run,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            first = nodes.nodes["b"]
+            second = Namesake("b", [FakeSeat("g", 2), FakeSeat("g", 3)], [controller.address])
+            second.start()
+            try:
+                await nodes.until(lambda: "a name of its own" in second.error)
+                assert "is the daemon at unix:///tmp/b.sock, heard of " in second.error
+                assert (first.sessions, second.sessions, nodes.epoch) == (1, 0, 1)
+                await first.stop()  # now it moved, and nobody else answers to the name
+                await nodes.until(lambda: second.sessions == 1)
+            finally:
+                await second.stop()
 
     run_memory(scenario)
 

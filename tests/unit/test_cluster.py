@@ -120,6 +120,22 @@ def test_groups_are_made_once_and_are_not_too_many(monkeypatch: pytest.MonkeyPat
 def test_nodes_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = started()
     monkeypatch.setattr(cluster_module, "MAX_NODES", 2)
-    cluster.check_node("a")
+    cluster.check_node(endpoint("a"), 0)
     with pytest.raises(ConfigError, match="node 'c' is new, and 2 nodes are known"):
-        cluster.check_node("c")
+        cluster.check_node(endpoint("c"), 0)
+
+
+def test_a_name_is_one_daemons_as_long_as_that_is_heard_of() -> None:
+    cluster = started()
+    cluster.hello(endpoint("a"), "first", [], 1_000)
+    other = Endpoint("a", "e", "10.0.0.9:7401", "")
+    last_ms = 1_000 + 2 * cluster.heartbeat_ms
+    cluster.check_node(endpoint("a"), last_ms - 1)  # it started anew
+    with pytest.raises(ConfigError, match=r"'a' is the daemon at unix:///tmp/a, heard of .* name"):
+        cluster.check_node(other, last_ms - 1)
+    cluster.check_node(other, last_ms)  # its host may be gone without a word
+    cluster.heard("a", last_ms)
+    with pytest.raises(ConfigError):
+        cluster.check_node(other, last_ms)
+    cluster.disconnected("a", "first", last_ms)
+    cluster.check_node(other, last_ms)
