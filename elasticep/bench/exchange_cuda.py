@@ -30,6 +30,7 @@ from elasticep.bench.exchange_cuda_cases import (
     model_geometry,
     remote_bytes,
 )
+from elasticep.bench.fleet_cuda_child import Member
 from elasticep.errors import ElasticEPError
 from elasticep.native import abi
 from elasticep.native import cuda as native
@@ -148,7 +149,7 @@ def steady_us(context: native.CudaContext, pair: Callable[[], None], tokens: int
     return spread([one_pair])[0]
 
 
-def connect(member: fleet_cuda.Member, port: int) -> tuple[int, native.CudaContext]:
+def connect(member: Member, port: int) -> tuple[int, native.CudaContext]:
     """Joins NCCL and stages the first view; once per process."""
     ((rank, context),) = member.contexts.items()
     if not dist.is_initialized():
@@ -206,7 +207,7 @@ def time_exchange(timer: Timer, index: int, batch: Batch, graph: bool) -> tuple[
 
 
 def time_model(
-    member: fleet_cuda.Member,
+    member: Member,
     model: str,
     tokens: list[int],
     variants: list[str],

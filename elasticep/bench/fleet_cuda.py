@@ -1,30 +1,30 @@
 """A handful of GPU ranks without a daemon: processes that share regions, for tests and benchmarks.
 
 The parent makes the headers, keeps every descriptor, watches the robust locks with the native
-watcher and so stands for the daemon; it never touches CUDA. Each child holds one or more ranks of
-one GPU and runs the functions it is told to.
+watcher and so stands for the daemon; it never touches CUDA. Each child (`fleet_cuda_child`) holds
+one or more ranks of one GPU and runs the functions it is told to. A `FleetPool` (`fleet_cuda_pool`)
+keeps children for the next fleet.
 """
 
 import contextlib
-import importlib
 import os
 import socket
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import TracebackType
 from typing import Any, Final, Self
 
 from elasticep import errors
+from elasticep.bench import fleet_cuda_pool
+from elasticep.bench.fleet_cuda_pool import Child, FleetPool, left_over
 from elasticep.native import abi, region
 from elasticep.native import cuda as native
 from elasticep.native.watcher import Watcher
 
 GROUP_KEY: Final = 1
-START_TIMEOUT_S: Final = 120.0
+CUDA_SEATS: Final = "elasticep.bench.fleet_cuda_child:CudaSeats"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class FleetSpec:
         exchange_timeout_ms: a wait this long tears the step.
         step_timeout_ms: a barrier this long gives up.
         ranks_on_device: ranks that run on a GPU at the same time; 0 means all that are there.
+        makes: "module:class" of what makes regions and contexts in the children.
     """
 
     geometry: bytes
@@ -52,6 +53,7 @@ class FleetSpec:
     exchange_timeout_ms: int = 10_000
     step_timeout_ms: int = 30_000
     ranks_on_device: int = 0
+    makes: str = CUDA_SEATS
 
     def shape(self) -> abi.Geometry:
         """The geometry as a structure."""
@@ -69,53 +71,21 @@ class FleetSpec:
         return sum(len(s) for s, d in zip(self.seats, self.devices, strict=True) if d == device)
 
 
-@dataclass(slots=True)
-class Child:
-    """A child process as the parent sees it."""
-
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    seats: tuple[int, ...]
-    busy: bool = False
-
-
-@dataclass(slots=True)
-class Member:
-    """What a child's functions get.
-
-    Attributes:
-        spec: the fleet.
-        index: number of this process.
-        device: its GPU.
-        contexts: {rank: context} of the ranks held here.
-    """
-
-    spec: FleetSpec
-    index: int
-    device: int
-    contexts: dict[int, native.CudaContext]
-    connection: Connection
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def sync(self) -> None:
-        """Wait until every living process of the fleet has come here."""
-        self.connection.send(("sync", None))
-        self.connection.recv()
-
-    def report(self, value: object) -> None:
-        """Send something to the parent's `on_report` while the function goes on."""
-        self.connection.send(("report", value))
-
-
 class Fleet:
     """Parent side. Use as a context manager.
+
+    Args:
+        spec: who runs where.
+        pool: gives the children and takes them back; None: new ones, which end with the fleet.
 
     Raises:
         NativeError: a child failed to start; carries its traceback.
     """
 
-    def __init__(self, spec: FleetSpec) -> None:
+    def __init__(self, spec: FleetSpec, pool: FleetPool | None = None) -> None:
         self.spec = spec
+        self._keep = pool is not None
+        self._pool = pool or FleetPool()
         geometry = spec.shape()
         layout = region.layout(geometry)
         ms = 1_000_000
@@ -138,53 +108,41 @@ class Fleet:
             self.headers[rank] = header
             header_fds[rank] = fd
         self.children: list[Child] = []
-        sockets = [self._spawn(p) for p in range(len(spec.devices))]
-        region_fds: dict[int, int] = {}
+        self._failed = False
         try:
-            for child, channel in zip(self.children, sockets, strict=True):
-                socket.send_fds(channel, [b"h"], [header_fds[r] for r in child.seats])
-            for child, channel in zip(self.children, sockets, strict=True):
-                self._expect(child, "regions")
-                _, fds, _, _ = socket.recv_fds(channel, 1, len(child.seats))
-                region_fds.update(zip(child.seats, fds, strict=True))
-            ordered = [region_fds[r] for r in sorted(region_fds)]
-            for channel in sockets:
-                for fd in ordered:
-                    socket.send_fds(channel, [b"r"], [fd])
-            for child in self.children:
-                self._expect(child, "ready")
+            self._open(header_fds)
         except BaseException:
+            self._failed = True
             self.close()
             raise
         finally:
-            for fd in (*header_fds.values(), *region_fds.values()):
+            for fd in header_fds.values():
                 os.close(fd)
-            for channel in sockets:
-                channel.close()
 
-    def _spawn(self, index: int) -> socket.socket:
-        mine, theirs = socket.socketpair()
-        fds, their_fds = socket.socketpair()
-        environment = dict(
-            os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER"
-        )
-        command = [sys.executable, "-m", "elasticep.bench.fleet_cuda"]
-        command += [str(theirs.fileno()), str(their_fds.fileno())]
-        passed = (theirs.fileno(), their_fds.fileno())
-        process = subprocess.Popen(command, pass_fds=passed, env=environment)
-        theirs.close()
-        their_fds.close()
-        connection = Connection(mine.detach())
-        connection.send((self.spec, index))
-        self.children.append(Child(process, connection, self.spec.seats[index]))
-        return fds
-
-    def _expect(self, child: Child, what: str) -> None:
-        if not child.connection.poll(START_TIMEOUT_S):
-            raise errors.NativeError(f"process of ranks {child.seats} gave no {what!r} in time")
-        kind, value = child.connection.recv()
-        if kind != what:
-            raise errors.NativeError(f"process of ranks {child.seats}: {value}")
+    def _open(self, header_fds: dict[int, int]) -> None:
+        """Has every child make its regions and map those of the others."""
+        for index, device in enumerate(self.spec.devices):
+            child = self._pool.take(device)
+            self.children.append(child)
+            child.seats = self.spec.seats[index]
+            with contextlib.suppress(OSError):  # a dead one is found out below
+                child.connection.send((self.spec, index))
+                socket.send_fds(child.channel, [b"h"], [header_fds[r] for r in child.seats])
+        region_fds: dict[int, int] = {}
+        try:
+            for child in self.children:
+                child.expect("regions")
+                _, fds, _, _ = socket.recv_fds(child.channel, 1, len(child.seats))
+                region_fds.update(zip(child.seats, fds, strict=True))
+            ordered = [region_fds[r] for r in sorted(region_fds)]
+            for child in self.children:
+                for fd in ordered:
+                    socket.send_fds(child.channel, [b"r"], [fd])
+            for child in self.children:
+                child.expect("ready")
+        finally:
+            for fd in region_fds.values():
+                os.close(fd)
 
     def start(self, target: str, **arguments: object) -> None:
         """Let every living child run `target`, "module:function"."""
@@ -208,6 +166,15 @@ class Fleet:
         Raises:
             NativeError: a function failed (with its traceback), died or took too long.
         """
+        try:
+            return self._finish(timeout_s, on_report, may_die)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _finish(
+        self, timeout_s: float, on_report: Callable[[Child, Any], None] | None, may_die: bool
+    ) -> list[Any]:
         results: list[Any] = [None] * len(self.children)
         at_sync: set[int] = set()
         deadline = time.monotonic() + timeout_s
@@ -222,7 +189,7 @@ class Fleet:
                 try:
                     kind, value = child.connection.recv()
                 except (EOFError, ConnectionResetError):
-                    child.busy = False
+                    child.busy, child.gone = False, True
                     if not may_die:
                         raise errors.NativeError(f"process of ranks {child.seats} died") from None
                     continue
@@ -248,25 +215,67 @@ class Fleet:
         return self.finish(timeout_s)
 
     def close(self) -> None:
-        """End all children."""
-        for child in self.living():
-            with contextlib.suppress(OSError):
-                child.connection.send(None)
-        for child in self.children:
-            try:
-                child.process.wait(10)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-            child.connection.close()
+        """Close all contexts. Children go back to the pool, or end.
+
+        Raises:
+            NativeError: a child of a pool did not close in time or left something behind; it is
+                ended. Not after another failure, in which all children are.
+        """
+        complaints = self._leave()
+        if not self._keep:
+            self._pool.close()
         self.watcher.close()
         for header in self.headers.values():
             header.close()
+        if complaints and self._keep and not self._failed:
+            raise errors.NativeError("; ".join(complaints))
+
+    def _leave(self) -> list[str]:
+        """Parts from all children; what was wrong with them, in words."""
+        children, self.children = self.children, []
+        closing, complaints = [], []
+        for child in children:
+            if child.busy or child.gone or self._failed or child.process.poll() is not None:
+                child.end(kill=True)
+                continue
+            with contextlib.suppress(OSError):
+                child.connection.send(None)
+            closing.append(child)
+        closed = []
+        for child in closing:  # all of them, before anybody's memory is looked at
+            try:
+                child.expect("closed", fleet_cuda_pool.CLOSE_TIMEOUT_S)
+                closed.append(child)
+            except errors.NativeError as error:
+                complaints.append(str(error))
+                child.end(kill=True)
+        for child in closed:
+            found = self._left_over(child) if self._keep else []
+            complaints += [f"{child} left {what} behind" for what in found]
+            if found:
+                child.end(kill=True)
+            else:
+                self._pool.give(child)
+        return complaints
+
+    def _left_over(self, child: Child) -> list[str]:
+        child.connection.send("usage")
+        used = child.expect("usage", fleet_cuda_pool.CLOSE_TIMEOUT_S)
+        if child.baseline is None:
+            child.baseline = used | {"headers": 0}
+        alone = self.spec.devices.count(child.device) == 1
+        return left_over(child.baseline, used, alone=alone)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._failed = self._failed or kind is not None
         self.close()
 
 
@@ -288,70 +297,3 @@ def uniform_placement(geometry: abi.Geometry, ranks: Sequence[int]) -> tuple[lis
         at = ranks[expert // per] * geometry.slots + expert % per
         experts[at], weights[at] = expert, 65536
     return experts * geometry.layers, weights * geometry.layers
-
-
-def _serve(member: Member) -> None:
-    while True:
-        message = member.connection.recv()
-        if message is None:
-            return
-        target, arguments = message
-        try:
-            module, _, name = target.partition(":")
-            value = getattr(importlib.import_module(module), name)(member, **arguments)
-        except BaseException:
-            member.connection.send(("failed", traceback.format_exc()))
-            raise
-        member.connection.send(("done", value))
-
-
-@contextlib.contextmanager
-def _member(connection: Connection, channel: socket.socket) -> Iterator[Member]:
-    spec, index = connection.recv()
-    seats, device = spec.seats[index], spec.devices[index]
-    geometry = spec.shape()
-    _, header_fds, _, _ = socket.recv_fds(channel, 1, len(seats))
-    own = [native.create_region(geometry, device) for _ in seats]
-    connection.send(("regions", None))
-    socket.send_fds(channel, [b"r"], own)
-    fds = {r: socket.recv_fds(channel, 1, 1)[1][0] for r in spec.ranks()}
-    contexts = {}
-    for rank, data_fd, header_fd in zip(seats, own, header_fds, strict=True):
-        config = native.ContextConfig(
-            rank=rank,
-            incarnation=1,
-            device=device,
-            ranks_on_device=spec.sharing(index),
-            num_sms=spec.num_sms,
-            plan=spec.plan,
-        )
-        contexts[rank] = native.CudaContext(geometry, config, data_fd, header_fd)
-        contexts[rank].tune(spec.plan, spec.num_sms, spec.tuning)
-        for peer, fd in fds.items():
-            if peer != rank:
-                contexts[rank].map_peer(peer, fd)
-    for fd in (*header_fds, *own, *fds.values()):
-        os.close(fd)
-    connection.send(("ready", None))
-    yield Member(spec, index, device, contexts, connection)
-    for context in contexts.values():
-        context.close()
-
-
-def main() -> None:
-    """Entry point of a child: descriptors of the message and the descriptor socket."""
-    connection = Connection(int(sys.argv[1]))
-    channel = socket.socket(fileno=int(sys.argv[2]))
-    try:
-        with _member(connection, channel) as member:
-            _serve(member)
-    except (EOFError, BrokenPipeError):
-        return
-    except BaseException:
-        with contextlib.suppress(OSError):
-            connection.send(("failed", traceback.format_exc()))
-        raise
-
-
-if __name__ == "__main__":
-    main()

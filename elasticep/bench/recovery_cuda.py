@@ -13,7 +13,9 @@ from typing import Any, Final
 import torch
 
 from elasticep.bench.device_cuda import arrived, dispatch_args
-from elasticep.bench.fleet_cuda import Child, Fleet, FleetSpec, Member
+from elasticep.bench.fleet_cuda import Fleet, FleetSpec
+from elasticep.bench.fleet_cuda_child import Member
+from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.errors import NativeError
 from elasticep.native import abi
 from elasticep.native import cuda as native

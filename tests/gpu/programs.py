@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from elasticep.bench.device_cuda import TORCH_DTYPES, Arrived, arrived, dispatch_args
-from elasticep.bench.fleet_cuda import Member, uniform_placement
+from elasticep.bench.fleet_cuda import uniform_placement
+from elasticep.bench.fleet_cuda_child import Member
 from elasticep.errors import CapExceeded
 from elasticep.native import abi
 from elasticep.native import cuda as native

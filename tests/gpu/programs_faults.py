@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elasticep.bench.device_cuda import arrived, dispatch_args
-from elasticep.bench.fleet_cuda import Member
+from elasticep.bench.fleet_cuda_child import Member
 from elasticep.native import abi
 from elasticep.native import cuda as native
 

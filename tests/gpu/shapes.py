@@ -1,6 +1,12 @@
-"""Geometries and exchanges that the GPU tests use."""
+"""Geometries and exchanges that the GPU tests use, and the children that run them."""
 
+from typing import Final
+
+from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.native import abi
+
+SHARED: Final = FleetPool()
+"""For tests in which no process is killed or stopped, and none measures what a process takes."""
 
 D, L, C, R = abi.Dtype, abi.RowLayout, abi.Copies, abi.Reduce
 S = abi.ScaleLayout

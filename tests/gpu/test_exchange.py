@@ -9,7 +9,7 @@ from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.native import abi
 from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS
-from tests.gpu.shapes import PRESETS, exchange, geometry
+from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry
 
 pytestmark = pytest.mark.timeout(180)
 PROGRAMS = "tests.gpu.programs"
@@ -30,7 +30,7 @@ def one_card(ranks: int) -> dict[str, Any]:
 
 def fleet(shape: bytes, ranks: int, **options: Any) -> Fleet:
     limits = {"exchange_timeout_ms": 5000, "step_timeout_ms": 10_000}
-    return Fleet(FleetSpec(geometry=shape, **places(ranks), **limits, **options))
+    return Fleet(FleetSpec(geometry=shape, **places(ranks), **limits, **options), SHARED)
 
 
 def judge(results: list[Any], bound: float) -> None:
@@ -65,7 +65,7 @@ def test_every_preset_format_and_size(ranks: int, dtype: abi.Dtype, cap: int) ->
     plans = [[(i, [n] * ranks) for i in range(len(PRESETS))] for n in sizes]
     plans.append([(i, [sizes[(r + i) % len(sizes)] for r in range(ranks)]) for i in range(8)])
     limits = {"exchange_timeout_ms": 10_000, "step_timeout_ms": 20_000}
-    with Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits)) as f:
+    with Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits), SHARED) as f:
         judge(f.run(f"{PROGRAMS}:steps", 150.0, plans=plans), BOUNDS[dtype])
 
 

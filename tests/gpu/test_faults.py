@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from elasticep.bench.fleet_cuda import Child, Fleet, FleetSpec
+from elasticep.bench.fleet_cuda import Fleet, FleetSpec
+from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.native import cuda as native
 from tests.gpu.shapes import exchange, geometry
 

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
+from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.errors import NativeError
 from elasticep.native import abi
 from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS, FP8_OUTPUTS
-from tests.gpu.shapes import PRESETS, exchange, geometry
+from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry
 from tests.gpu.test_exchange import fleet, judge, one_card
 
 pytestmark = pytest.mark.timeout(180)
@@ -18,9 +19,9 @@ FORMATS = "tests.gpu.programs_formats"
 D, S, L = abi.Dtype, abi.ScaleLayout, abi.RowLayout
 
 
-def on_one_card(shape: bytes, ranks: int, **options: Any) -> Fleet:
+def on_one_card(shape: bytes, ranks: int, pool: FleetPool | None = SHARED, **options: Any) -> Fleet:
     limits = {"exchange_timeout_ms": 5000, "step_timeout_ms": 10_000}
-    return Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits, **options))
+    return Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits, **options), pool)
 
 
 def test_the_structures_have_one_size_on_both_sides() -> None:
@@ -123,7 +124,7 @@ def test_more_slots_than_fit_into_shared_memory_are_refused() -> None:
 
 def test_case_22_capturing_and_replaying_takes_no_memory() -> None:
     shapes = [exchange(64, **kind) for kind in PRESETS.values() if not kind.get("cpu_sync")]
-    with on_one_card(geometry(1, shapes, experts=16), 1) as f:
+    with on_one_card(geometry(1, shapes, experts=16), 1, pool=None) as f:
         (result,) = f.run(f"{FORMATS}:captured_memory")
     assert result["complete"] == 50
     assert result["torch"] == 0
