@@ -82,7 +82,7 @@ struct alignas(64) Arrival {
   float global_scale;  // nvfp4
 };
 
-// step | epoch | number of the exchange in the step | index of the exchange in the group's config.
+// step | epoch | number of the exchange in the step and channel | index of the exchange in the group's config.
 constexpr int kTagStepShift = 28, kTagEpochShift = 16, kTagSequenceShift = 4;
 constexpr u64 kMaxSequence = 0xfff;
 constexpr u64 make_tag(u64 step, u64 epoch, u64 sequence, u64 exchange) {

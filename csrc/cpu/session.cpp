@@ -46,7 +46,7 @@ struct ep_session {
   Region own;                 // service
   std::unique_ptr<Runner> runner;  // inline
   std::vector<int32_t> ids;   // inline: converted ids
-  u32 sequence = 0;
+  u32 sequence[EP_MAX_CHANNELS] = {};  // exchanges begun in this step; the order of calls holds within a channel only
   u32 tokens[EP_MAX_CHANNELS] = {};  // of the channel's exchange
   bool flying[EP_MAX_CHANNELS] = {};  // between dispatch and combine others may read the rows handed over
   bool in_step = false;
@@ -266,8 +266,10 @@ int ep_step_begin(ep_session* s, uint32_t tokens, uint32_t timeout_ms, ep_step_i
   }
   if (status) return status;
   s->in_step = true;
-  s->sequence = 0;
-  for (bool& flying : s->flying) flying = false;
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) {
+    s->sequence[c] = 0;
+    s->flying[c] = false;
+  }
   return 0;
 }
 
@@ -321,7 +323,7 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
   if (tokens > spec.max_tokens) return fail(EP_ECAP, "%u tokens are more than the cap of %u; raise max_tokens or split the batch", tokens, spec.max_tokens);
   if (layer >= s->geometry.layers) return fail(EP_EINVAL, "layer %u is not below %u", layer, s->geometry.layers);
   if (ids_bytes != 4 && ids_bytes != 8) return fail(EP_EINVAL, "ids have %u bytes each; they must be int32 or int64", ids_bytes);
-  if (s->sequence >= kMaxSequence) return fail(EP_EUSAGE, "more than %llu exchanges in a step", (unsigned long long)kMaxSequence);
+  if (s->sequence[channel] >= kMaxSequence) return fail(EP_EUSAGE, "more than %llu exchanges on a channel in a step", (unsigned long long)kMaxSequence);
   if (rows.global_scale == 0.0f) rows.global_scale = 1.0f;
   if (int bad = check_scales(s, exchange, rows, tokens)) return bad;
   const ChannelLayout& l = s->layout.channel[exchange][channel];
@@ -332,7 +334,7 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
   if (int bad = s->take_ids(ids, ids_bytes, pairs, reinterpret_cast<int32_t*>(d + l.in_ids))) return bad;
   s->tokens[channel] = tokens;
   if (s->runner) {
-    const int bad = s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids),
+    const int bad = s->runner->dispatch_send({exchange, channel, layer, tokens, s->sequence[channel]++, rows.x_dtype, rows.x, reinterpret_cast<int32_t*>(d + l.in_ids),
                                               weights, d + l.in_lost, rows.scales, rows.global_scale});
     s->flying[channel] = !bad;
     return bad;
@@ -347,7 +349,7 @@ int send_dispatch(ep_session* s, u32 op, u32 exchange, u32 channel, u32 layer, e
   c.tokens = tokens;
   c.x_dtype = rows.x_dtype;
   c.global_scale = rows.global_scale;
-  c.sequence = s->sequence++;
+  c.sequence = s->sequence[channel]++;
   s->post(channel, op);
   s->flying[channel] = true;
   return 0;

@@ -57,3 +57,27 @@ def test_two_channels_overlap(layout: int, launch: int) -> None:
                     np.testing.assert_array_equal(out, expected)
         if layout == abi.RowLayout.ROUTED:
             assert [len(times) for times in seen.values()] == [LAYERS, LAYERS]
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_only_the_order_within_a_channel_must_agree(launch: int) -> None:
+    """One rank begins with channel 0, the other with channel 1: the step is complete."""
+    g = geometry(2, exchange(channels=2), launch=launch)
+    batches = {r: [make_batch(g, CAP, [c, r]) for c in range(2)] for r in range(2)}
+    with World(g) as world:
+
+        def run(rank: int, session: RawSession) -> tuple[int, list[Any]]:
+            step, results = session.begin(CAP).step, []
+            for channel in (0, 1) if rank == 0 else (1, 0):
+                b = batches[rank][channel]
+                session.dispatch_send(0, 0, b.x, b.ids, b.weights, channel=channel)
+            for channel in range(2):
+                world.compute(session.dispatch_recv(0, channel=channel), 0, rank, 0)
+                results.append(session.combine(0, CAP, channel=channel))
+            assert session.end()
+            return step, results
+
+        for rank, (step, results) in world.each(run).items():
+            for channel, out in enumerate(results):
+                expected = world.expected(0, batches[rank][channel], rank, 0, step)
+                np.testing.assert_array_equal(out, expected)
