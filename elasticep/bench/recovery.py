@@ -291,7 +291,11 @@ def _command(**options: Any) -> None:
     if lost and options["plane_name"] == "local":
         raise BenchError("a local group keeps no weights; use --plane cluster for lost experts")
     hang_ms = options["hang_timeout_ms"]
-    timeouts = Timeouts(hang_timeout_ms=hang_ms, suspect_after_ms=min(500, hang_ms // 2))
+    timeouts = Timeouts(
+        hang_timeout_ms=hang_ms,
+        suspect_after_ms=min(500, hang_ms // 2),
+        node_timeout_ms=max(Timeouts().node_timeout_ms, hang_ms),
+    )
     config = recovery_planes.group_config(
         work, count, options["launch"], timeouts, unit_bytes=options["unit_bytes"] if lost else 0
     )

@@ -162,16 +162,17 @@ class RecoveryRank:
         return session
 
     def _serve(self, session: StepSession) -> None:
+        end: dict[str, str] = {"event": "left"}
         try:
             while not self._poll.poll(0):
                 self._step(session)
-            self.tell("left")
         except errors.Fenced as error:
-            self.tell("fenced", why=error.why)
+            end = {"event": "fenced", "why": error.why}
         except errors.ElasticEPError as error:
-            self.tell("failed", error=f"{type(error).__name__}: {error}")
+            end = {"event": "failed", "error": f"{type(error).__name__}: {error}"}
         finally:
             session.close()
+        self.tell(**end)  # after it let go: whoever hears of it grants the seat anew
 
     def _step(self, session: StepSession) -> None:
         try:
