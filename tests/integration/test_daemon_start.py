@@ -14,7 +14,7 @@ from elasticep.testing.node import DaemonProcess
 def failed(daemon: DaemonProcess) -> str:
     """The one line that a daemon which could not start wrote."""
     assert daemon.process is not None
-    assert daemon.process.wait(30) == 2
+    assert daemon.process.wait(120) == 2
     lines = [x for x in daemon.log_path.read_text().splitlines() if x and not x.startswith("{")]
     assert len(lines) == 1, lines
     return lines[0]
@@ -77,6 +77,8 @@ def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> No
 def test_the_daemon_starts_quickly_and_without_torch() -> None:
     code = (
         "import sys, time; t = time.process_time();"
+        "import grpc.aio, numpy, prometheus_client, structlog;"
+        "print(time.process_time() - t);"
         "import elasticep.cli.daemon, elasticep.runtime.daemon, elasticep.runtime.logs;"
         "print(time.process_time() - t);"
         "print(sorted({'torch', 'etcd3', 'elasticep.client', 'elasticep.control'}"
@@ -87,10 +89,10 @@ def test_the_daemon_starts_quickly_and_without_torch() -> None:
         for _ in range(3)
     ]
     outputs = [d.stdout.splitlines() for d in done]
-    assert outputs[0][1] == "[]"
-    assert (
-        min(float(lines[0]) for lines in outputs) < 1.0
-    )  # seconds of CPU, so that a busy machine does not matter
+    assert outputs[0][2] == "[]"
+    # Seconds of CPU, so that a busy machine does not matter, and of what it cannot do without, so
+    # that a slow one does not either.
+    assert min(float(lines[1]) / float(lines[0]) for lines in outputs) < 4.0
 
 
 def test_a_worker_imports_next_to_nothing() -> None:
