@@ -92,7 +92,7 @@ def test_a_wrong_sum_is_not_measured() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         for engine in engines:
             engine.close()
     assert raised[0] is None

@@ -20,7 +20,7 @@ from elasticep.testing.local_group import LocalGroup, spread
 torch = pytest.importorskip("torch")
 
 LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 6, 3, 16, 5
-JOIN_S = 30.0
+JOIN_S = 120.0
 
 
 def config(ranks: int, **exchange: Any) -> GroupConfig:

@@ -117,7 +117,7 @@ def moved(cluster: Cluster, source: str) -> int:
         lines = cluster.log(daemon_name(node)).splitlines()
         ready = [json.loads(line) for line in lines if '"daemon.ready"' in line]
         port = ready[-1]["metrics_port"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             text = page.read().decode()
         pattern = rf'^elasticep_weights_experts_moved_total\{{.*source="{source}".*\}} (\S+)$'
         total += sum(int(float(n)) for n in re.findall(pattern, text, re.MULTILINE))

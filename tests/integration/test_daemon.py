@@ -105,9 +105,9 @@ def test_attach_names_what_is_wrong() -> None:
             from elasticep.proto import node_pb2_grpc
 
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            assert stub.GetStatus(node_pb2.GetStatusRequest(), timeout=10).node == "n0"
+            assert stub.GetStatus(node_pb2.GetStatusRequest(), timeout=60).node == "n0"
             with pytest.raises(grpc.RpcError) as caught:
-                stub.Attach(node_pb2.AttachRequest(group="g", rank=1), timeout=10)
+                stub.Attach(node_pb2.AttachRequest(group="g", rank=1), timeout=60)
             assert reason_of(caught.value) == "USAGE"
         # A seat whose grant does not come is waited for, not longer than asked.
         lab.controller.auto_grant = False
@@ -310,10 +310,10 @@ def test_health_reflection_and_metrics() -> None:
             health = health_pb2_grpc.HealthStub(channel)
             for service in ("", "elasticep.v1.NodeService"):
                 request = health_pb2.HealthCheckRequest(service=service)
-                assert health.Check(request, timeout=10).status == 1
+                assert health.Check(request, timeout=60).status == 1
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
             ask = reflection_pb2.ServerReflectionRequest(list_services="")
-            answer = next(reflection.ServerReflectionInfo(iter([ask]), timeout=10))
+            answer = next(reflection.ServerReflectionInfo(iter([ask]), timeout=60))
             names = {service.name for service in answer.list_services_response.service}
             assert "elasticep.v1.NodeService" in names
         hit = daemon.call(
@@ -326,7 +326,7 @@ def test_health_reflection_and_metrics() -> None:
         port = daemon.events("daemon.ready")[0]["metrics_port"]
 
         def page() -> dict[str, float]:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as stream:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as stream:
                 lines = stream.read().decode().splitlines()
             return {k: float(v) for k, v in (x.rsplit(" ", 1) for x in lines if x[0] != "#")}
 

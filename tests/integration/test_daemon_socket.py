@@ -19,7 +19,7 @@ from elasticep.testing.node import DaemonProcess, wait_for
 
 def dial(daemon: DaemonProcess) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(10)
+    sock.settimeout(60)
     sock.connect(daemon.fd_socket)
     return sock
 
@@ -134,7 +134,7 @@ def test_another_user_is_turned_away() -> None:
             [sys.executable, "-c", code, daemon.fd_socket],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
         assert "user 65534 may not use the daemon of user 0" in done.stdout, done.stderr
 
@@ -164,7 +164,7 @@ def test_tcp_beyond_this_host_is_mutual_tls() -> None:
         def ask(channel: grpc.Channel) -> str:
             with channel:
                 stub = node_pb2_grpc.NodeServiceStub(channel)
-                return str(stub.GetStatus(node_pb2.GetStatusRequest(), timeout=5).node)
+                return str(stub.GetStatus(node_pb2.GetStatusRequest(), timeout=60).node)
 
         mutual = grpc.ssl_channel_credentials(ca, key, cert)
         assert ask(grpc.secure_channel(address, mutual)) == "n0"

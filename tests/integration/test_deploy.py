@@ -57,7 +57,7 @@ def verify(unit: Path, folder: Path, extra: str = "") -> str:
     copy = folder / unit.name
     copy.write_text(text.replace("[Service]\n", f"[Service]\n{extra}"))
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=30
+        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=120
     )
     return done.stderr if done.returncode == 0 else f"exit status {done.returncode}: {done.stderr}"
 
@@ -103,7 +103,7 @@ def test_system_calls_of_the_core_pass_the_filter() -> None:
         ["systemd-analyze", "--no-pager", "syscall-filter"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
     ).stdout
     groups: dict[str, list[str]] = {}
@@ -422,5 +422,5 @@ def test_prometheus_takes_the_files(tmp_path: Path) -> None:
         ["check", "config", str(DEPLOY / "prometheus" / "prometheus.yml")],
         ["test", "rules", str(tmp_path / "alerts_test.yml")],
     ):
-        done = subprocess.run([promtool, *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([promtool, *arguments], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ def serve() -> Iterator[Callable[[Bind, int], int]]:
 
 def ask(*arguments: str, env: dict[str, str]) -> str:
     """What the command prints; its error is raised."""
-    result = CliRunner().invoke(command, [*arguments, "--timeout", "2"], env=env)
+    result = CliRunner().invoke(command, [*arguments, "--timeout", "30"], env=env)
     if result.exception is not None:
         raise result.exception
     return result.output.strip()

@@ -29,7 +29,7 @@ def run_python(code: str, **env: str) -> str:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -182,7 +182,7 @@ def test_an_engine_of_another_user_is_told_so(daemon: Daemon, folder: Path, mode
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.stdout.startswith(f"user 65534 may not use the socket {path(folder)}; run the ")
     assert not daemon.requests

@@ -309,7 +309,7 @@ print(store.close_rest(), sorted(k for k in os.environ if k.startswith("LISTEN")
         pass_fds=[fd for fd in keep if fd in fds],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     for fd in fds:
         os.close(fd)
