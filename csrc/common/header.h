@@ -26,7 +26,8 @@ struct Failpoint {
 };
 
 struct WaitRecord {
-  Atomic<u32> phase, exchange, rank, pad;
+  Atomic<u32> phase, exchange, rank;
+  Atomic<u32> owner;  // 1 + the channel whose wait this is, 0 = none; another that waits too has its turn after it
   Atomic<u64> since_ns;
 };
 

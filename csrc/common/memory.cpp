@@ -192,6 +192,7 @@ int ep_header_grant(ep_header_map* map, uint32_t inc) {
   for (auto& c : h.command) c.posted.store(c.done.load());
   h.epoch.store(0);
   h.wait.phase.store(0);
+  h.wait.owner.store(0);
   h.warmup.store(0);
   h.incarnation.store(inc);
   wake_all(h);

@@ -36,7 +36,10 @@ int Runner::wait_flags(const Wait& w) {
   bool recorded = false;
   auto done = [&](int status) {
     h.runner_asleep[w.channel].store(kAwake);
-    if (recorded) h.wait.phase.store(0);
+    if (recorded) {
+      h.wait.phase.store(0);
+      h.wait.owner.store(0);
+    }
     h.progress.fetch_add(1, std::memory_order_relaxed);
     return status;
   };
@@ -80,8 +83,10 @@ int Runner::wait_flags(const Wait& w) {
       snprintf(text, sizeof text, "rank %u did not answer within %llu ms", missing, (unsigned long long)(h.timeouts.exchange_timeout_ns / 1000000));
       return torn(text);
     }
-    if (kFaultChecks && (!recorded || h.wait.rank.load() != missing)) {
-      recorded = true;
+    u32 nobody = 0;
+    const bool first = kFaultChecks && !recorded && h.wait.owner.compare_exchange_strong(nobody, w.channel + 1);
+    recorded = recorded || first;
+    if (first || (recorded && h.wait.rank.load() != missing)) {
       h.wait.exchange.store(w.exchange);
       h.wait.rank.store(missing);
       h.wait.since_ns.store(begin);

@@ -45,12 +45,12 @@ def geometry(ranks: int, *exchanges: abi.ExchangeConfig, **changes: Any) -> abi.
     return g
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, deadline_s: float = _DEADLINE_S) -> None:
     """Wait for a condition; raises TimeoutError with `what` after a minute."""
-    tick, end = threading.Event(), time.monotonic() + _DEADLINE_S
+    tick, end = threading.Event(), time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {_DEADLINE_S} s")
+            raise TimeoutError(f"{what}: not within {deadline_s} s")
         tick.wait(0.0005)
 
 

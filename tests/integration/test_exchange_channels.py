@@ -1,5 +1,6 @@
 """Two channels of one exchange, in flight at once."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -81,3 +82,35 @@ def test_only_the_order_within_a_channel_must_agree(launch: int) -> None:
             for channel, out in enumerate(results):
                 expected = world.expected(0, batches[rank][channel], rank, 0, step)
                 np.testing.assert_array_equal(out, expected)
+
+
+def test_a_wait_is_on_record_until_both_channels_are_served() -> None:
+    """A rank that waits for another on one channel is no idle one when the other channel's wait
+    ends: nobody must take it for the root of a hang.
+    """
+    g = geometry(2, exchange(channels=2), exchange(channels=2), launch=abi.Launch.SERVICE)
+    batch = make_batch(g, CAP, 1)
+
+    def wait_of(world: World) -> tuple[int, int, int]:
+        status = world.group.status(0)
+        return status.wait_phase, status.wait_exchange, status.wait_rank
+
+    with World(g) as world:
+        waiting, late = world.sessions[0], world.sessions[1]
+
+        def send(session: RawSession, channel: int) -> None:  # exchange and channel are one
+            session.dispatch_send(channel, 0, batch.x, batch.ids, batch.weights, channel=channel)
+
+        world.each(lambda _rank, session: session.begin(CAP))
+        send(waiting, 1)
+        until(lambda: wait_of(world) == (abi.WaitPhase.DISPATCH, 1, 1), "the first wait")
+        send(waiting, 0)
+        with contextlib.suppress(TimeoutError):  # the second one may have to wait for its turn
+            until(lambda: wait_of(world)[1] == 0, "the second wait", 0.2)
+        send(late, 1)
+        waiting.dispatch_recv(1, channel=1)
+        until(lambda: wait_of(world) == (abi.WaitPhase.DISPATCH, 0, 1), "the wait that is left")
+        send(late, 0)
+        waiting.dispatch_recv(0, channel=0)
+        until(lambda: wait_of(world)[0] == abi.WaitPhase.NONE, "the end of all waits")
+        world.each(lambda _rank, session: session.end())
