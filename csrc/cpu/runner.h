@@ -125,6 +125,7 @@ class Runner {
   u64 left_behind() const;
   bool is_dead(u32 rank, u32 inc) const { return kFaultChecks && own_.header->dead[rank].load(std::memory_order_acquire) >= inc; }
   void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
+  u64 last_step_here() const;
 
   int join(BarrierInput& in, BarrierDecision* decision);
   void post_cells(u32 tokens);

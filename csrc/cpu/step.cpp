@@ -32,7 +32,7 @@ int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int hea
   if (int bad = own_.open(layout_, header_fd, data_fd)) return bad;
   me_ = rank;
   inc_ = incarnation;
-  step_ = own_.header->step.load() + 1;
+  step_ = last_step_here() + 1;
   cells_.resize(g_.max_ranks);
   load_.resize(u64(g_.layers) * g_.experts);
   load_touched_.resize(g_.layers);
@@ -40,6 +40,18 @@ int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int hea
   // Spinning pays only where a waiting rank does not keep another from running.
   spins_ = std::thread::hardware_concurrency() > g_.max_ranks * 2 ? 4000 : 0;
   return 0;
+}
+
+// The highest step that anything in this region names. Barriers of doomed steps leave marks and no step in the header; a
+// group that is formed anew on the same regions must be past them, or every step would be torn until it is.
+u64 Runner::last_step_here() const {
+  u32 by = 0;
+  u64 last = own_.header->step.load();
+  if (const u64 left = left_by(&by); left > last) last = left;
+  for (u32 parity = 0; parity < 2; ++parity)
+    for (u32 r = 0; r < g_.max_ranks; ++r)
+      if (const u64 step = cell(own_.data, parity, r)->step; step > last) last = step;
+  return last;
 }
 
 void Runner::wake() {

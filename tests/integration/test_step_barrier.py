@@ -1,0 +1,51 @@
+"""What a step barrier finds in regions that earlier incarnations and earlier calls left behind."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from elasticep.errors import StepTimeout
+from elasticep.native import abi
+from elasticep.testing.local_group import LocalGroup
+from elasticep.testing.placements import spread
+from elasticep.testing.raw import RawSession
+from elasticep.testing.scene import timeouts
+from elasticep.testing.small import exchange, geometry
+
+_MARK_BYTES = 64
+_MARKS_BYTES = 256  # of up to four ranks, just before the load counters
+_EXPELLED = 2
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_a_group_that_is_formed_anew_is_past_all_earlier_barriers(launch: int) -> None:
+    """A survivor without a view to go on with leaves barriers behind, hundreds a second. When all
+    engines come again, none of what it left tears their steps.
+    """
+    g = geometry(3, exchange(), launch=launch)
+    table = spread(g, [0, 1, 2])
+    with LocalGroup(g, timeouts=timeouts()) as group:
+        old = [group.session(rank) for rank in range(3)]
+        group.stage(1, 0, [0, 1, 2], table)
+        group.mark_dead(1)
+        group.mark_dead(2)
+        with pytest.raises(StepTimeout, match="dead"):
+            old[0].begin(0, timeout_ms=200)
+        for session in old:
+            session.close()
+        for rank in (1, 2):  # without the rank that counted on
+            if launch == abi.Launch.SERVICE:
+                group.kill_worker(rank)
+            group.open_seat(rank)
+        sessions = [group.session(rank) for rank in (1, 2)]
+        group.stage(2, 0, [1, 2], spread(g, [1, 2]))
+
+        def complete(session: RawSession) -> bool:
+            session.begin()
+            return session.end()
+
+        with ThreadPoolExecutor(2) as threads:
+            first = list(threads.map(complete, sessions))
+            assert first == [True, True]
+        for session in sessions:
+            session.close()
