@@ -170,6 +170,7 @@ class Runner {
   u64 done_ = 0;  // agreed completion: works complete here
   Atomic<u32> exchanged_{0};  // the running step had an exchange, so it is a work
   bool in_step_ = false, cells_posted_ = false;
+  u32 announced_ = 0;  // tokens that the posted cells name
   // The last wait at a barrier: whoever tries again there, after a time-out, waits on.
   struct { u64 step = 0, since_ns = 0; u32 rank = 0; } barrier_wait_;
   struct Known {

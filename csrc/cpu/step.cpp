@@ -187,6 +187,7 @@ void Runner::post_cells(u32 tokens) {
     if (last) ring(targets[r]->header->runner_wake[0], targets[r]->header->runner_asleep[0]);
   }
   cells_posted_ = true;
+  announced_ = tokens;
   failpoint(*own_.header, EP_FAIL_CELLS_SENT);
 }
 
@@ -339,8 +340,9 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
     }
     if (d.kind == BarrierDecision::kExpelled) return done(expelled(d));
     if (d.kind == BarrierDecision::kRun) {
-      // A joiner that enters without a cell has announced nothing: all must see the same tokens.
-      const u32 announced = view_ ? tokens : 0;
+      // All must see the same tokens: those of the cell, which a call after a time-out did not write anew. A joiner that
+      // enters without one has announced nothing.
+      const u32 announced = view_ ? announced_ : 0;
       if (!view_ || d.epoch != view_->epoch) adopt(d);
       h.progress.fetch_add(1);
       if (!d.doomed) {

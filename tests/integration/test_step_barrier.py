@@ -11,6 +11,7 @@ from elasticep.testing.placements import spread
 from elasticep.testing.raw import RawSession
 from elasticep.testing.scene import timeouts
 from elasticep.testing.small import exchange, geometry
+from elasticep.testing.world import World
 
 _MARK_BYTES = 64
 _MARKS_BYTES = 256  # of up to four ranks, just before the load counters
@@ -49,3 +50,16 @@ def test_a_group_that_is_formed_anew_is_past_all_earlier_barriers(launch: int) -
             assert first == [True, True]
         for session in sessions:
             session.close()
+
+
+def test_a_barrier_that_is_tried_again_announces_what_its_cells_say() -> None:
+    """All see the same tokens, by which they choose between decode and prefill."""
+    with World(geometry(2, exchange()), timeouts=timeouts()) as world:
+        with pytest.raises(StepTimeout):
+            world.sessions[0].begin(5, timeout_ms=50)
+        told = world.each(lambda rank, session: list(session.begin(7 + rank).tokens[:2]))
+        assert told == {0: [5, 8], 1: [5, 8]}
+        world.each(lambda _rank, session: session.end())
+        told = world.each(lambda rank, session: list(session.begin(7 + rank).tokens[:2]))
+        assert told == {0: [7, 8], 1: [7, 8]}
+        world.each(lambda _rank, session: session.end())
