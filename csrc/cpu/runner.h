@@ -122,7 +122,7 @@ class Runner {
   Flag* leave_marks(u8* data) const { return reinterpret_cast<Flag*>(data + layout_.leave); }
   void leave(const StagedView& view, u32 rank, u64 epoch, LeaveWhy why);
   u64 left_by(u32* rank) const;
-  u64 left_behind() const;
+  u64 left_behind();
   bool is_dead(u32 rank, u32 inc) const { return kFaultChecks && own_.header->dead[rank].load(std::memory_order_acquire) >= inc; }
   void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
   u64 last_step_here() const;
@@ -180,6 +180,7 @@ class Runner {
   std::vector<Known> snapshot_;  // running view first, as written in the cells
   std::vector<CellCopy> cells_;
   u64 left_step_[EP_MAX_RANKS] = {};
+  u64 past_marks_[EP_MAX_RANKS] = {};  // leave marks that were for an earlier incarnation
   Atomic<u32> torn_{0};
   std::mutex tear_mutex_;
   std::string tear_reason_;

@@ -36,6 +36,7 @@ int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int hea
   cells_.resize(g_.max_ranks);
   load_.resize(u64(g_.layers) * g_.experts);
   load_touched_.resize(g_.layers);
+  for (u32 r = 0; r < g_.max_ranks; ++r) past_marks_[r] = leave_marks(own_.data)[r].word;
   prepare();
   // Spinning pays only where a waiting rank does not keep another from running.
   spins_ = std::thread::hardware_concurrency() > g_.max_ranks * 2 ? 4000 : 0;
@@ -132,14 +133,17 @@ u64 Runner::left_by(u32* rank) const {
   return highest;
 }
 
-// The epoch in which somebody went on without this rank, or 0. Marks of earlier epochs were for an earlier incarnation.
-u64 Runner::left_behind() const {
+// The epoch in which somebody went on without this rank, or 0. Marks of earlier epochs were for an earlier incarnation;
+// they have only the low bits of theirs and stay for good, so each is remembered before it could look like a later one.
+u64 Runner::left_behind() {
   if (!kFaultChecks) return 0;
   const Flag* marks = leave_marks(own_.data);
   for (u32 r = 0; r < g_.max_ranks; ++r) {
     u64 mark = reinterpret_cast<const std::atomic<u64>*>(&marks[r].word)->load(std::memory_order_acquire);
+    if ((mark & 0xff) != kLeaveExpelled || mark == past_marks_[r]) continue;
     int16_t ahead = int16_t(u16(mark >> 8) - u16(view_->epoch));
-    if ((mark & 0xff) == kLeaveExpelled && ahead > 0) return view_->epoch + u64(ahead);
+    if (ahead > 0) return view_->epoch + u64(ahead);
+    past_marks_[r] = mark;
   }
   return 0;
 }

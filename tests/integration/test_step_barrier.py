@@ -2,10 +2,12 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from elasticep.errors import StepTimeout
 from elasticep.native import abi
+from elasticep.native.region import loads_offset
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.placements import spread
 from elasticep.testing.raw import RawSession
@@ -63,3 +65,24 @@ def test_a_barrier_that_is_tried_again_announces_what_its_cells_say() -> None:
         told = world.each(lambda rank, session: list(session.begin(7 + rank).tokens[:2]))
         assert told == {0: [7, 8], 1: [7, 8]}
         world.each(lambda _rank, session: session.end())
+
+
+@pytest.mark.parametrize("later", [40_000, 65_535])
+def test_a_mark_for_an_earlier_incarnation_never_expels_a_later_one(later: int) -> None:
+    """Marks name the low 16 bits of an epoch and stay: tens of thousands of views later they would
+    look like those of a view to come.
+    """
+    g = geometry(2, exchange(), launch=abi.Launch.INLINE)
+    with LocalGroup(g, timeouts=timeouts()) as group:
+        at = loads_offset(g) - _MARKS_BYTES
+        marks = group.data(0)[at : at + 2 * _MARK_BYTES].view(np.uint64).reshape(2, -1)
+        assert not marks.any()
+        marks[1, 0] = 1 << 24 | 5 << 8 | _EXPELLED  # rank 1 left this seat behind in epoch 5
+        sessions = [group.session(rank) for rank in range(2)]
+        group.stage(5 + later, 0, [0, 1], spread(g, [0, 1]))
+        with ThreadPoolExecutor(2) as threads:
+            epochs = threads.map(lambda session: session.begin().epoch, sessions)
+            assert list(epochs) == [5 + later] * 2
+            list(threads.map(RawSession.end, sessions))
+        for session in sessions:
+            session.close()
