@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -20,9 +21,11 @@ namespace ep {
 namespace {
 
 constexpr size_t kMaxBody = 64 * 1024;
+constexpr int kAgainMs = 2000;  // for an answer to a hello that is said again
 constexpr int kMaxFds = 253;  // the kernel's limit for one message
 
-int dial(const std::string& path) {
+// A daemon that is stopped takes no connections and reads nothing: neither may hold its caller longer than this.
+int dial(const std::string& path, unsigned timeout_ms) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path)
@@ -30,6 +33,8 @@ int dial(const std::string& path) {
   memcpy(address.sun_path, path.c_str(), path.size());
   int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (fd < 0) return fail(-errno, "socket: %s", strerror(errno));
+  const timeval limit{time_t(timeout_ms / 1000), suseconds_t(timeout_ms % 1000 * 1000)};
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address)) {
     int error = errno;
     ::close(fd);
@@ -124,7 +129,7 @@ Link::~Link() { close(); }
 int Link::open(const std::string& path, uint32_t role, const std::string& ticket, unsigned timeout_ms, Received* welcome) {
   path_ = path;
   role_ = role;
-  int fd = dial(path);
+  int fd = dial(path, std::max(timeout_ms, 1u));
   if (fd < 0) return fd;
   ep_message m = hello(role, ticket);
   if (!send_message(fd, m, {}) || !readable(fd, -1, int(timeout_ms)) || !receive(fd, welcome)) {
@@ -158,7 +163,8 @@ void Link::start(Handler handler, std::vector<int> own_fds) {
 void Link::send(const ep_message& message) {
   std::lock_guard<std::mutex> guard(send_mutex_);
   int fd = fd_.load();
-  if (fd >= 0) send_message(fd, message, {});  // a lost one is said again after the reconnect, by status
+  // A lost one is said again after the reconnect, by status; a daemon that reads nothing is connected to anew, too.
+  if (fd >= 0 && !send_message(fd, message, {})) shutdown(fd, SHUT_RDWR);
 }
 
 uint64_t Link::away_ns() const {
@@ -167,13 +173,13 @@ uint64_t Link::away_ns() const {
 }
 
 bool Link::reconnect() {
-  int fd = dial(path_);
+  int fd = dial(path_, kAgainMs);
   if (fd < 0) return false;
   ep_message m = hello(role_, group);
   m.rank = rank;
   m.c = incarnation;
   Received answer;
-  if (!send_message(fd, m, own_fds_) || !readable(fd, stop_event_, 2000) || !receive(fd, &answer)) {
+  if (!send_message(fd, m, own_fds_) || !readable(fd, stop_event_, kAgainMs) || !receive(fd, &answer)) {
     ::close(fd);
     return false;
   }

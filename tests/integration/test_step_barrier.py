@@ -1,11 +1,14 @@
 """What a step barrier finds in regions that earlier incarnations and earlier calls left behind."""
 
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from elasticep.errors import StepTimeout
+from elasticep.errors import DaemonUnavailable, StepTimeout
 from elasticep.native import abi
 from elasticep.native.region import loads_offset
 from elasticep.testing.local_group import LocalGroup
@@ -86,3 +89,30 @@ def test_a_mark_for_an_earlier_incarnation_never_expels_a_later_one(later: int) 
             list(threads.map(RawSession.end, sessions))
         for session in sessions:
             session.close()
+
+
+def test_a_daemon_that_takes_no_connection_is_not_waited_for(tmp_path: Path) -> None:
+    """One that is stopped has its backlog full before long."""
+    path = str(tmp_path / "fd")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(0)
+        held = []
+        while True:
+            caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            held.append(caller)
+            try:
+                caller.connect(path)
+            except BlockingIOError:
+                break
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(RawSession, path, "ticket", 100)
+            try:
+                with pytest.raises(DaemonUnavailable, match="no daemon answers"):
+                    opening.result(20)
+            finally:
+                listener.close()  # whoever still waits goes on
+        assert time.monotonic() - began < 20
+        for caller in held:
+            caller.close()
