@@ -8,7 +8,7 @@ import errno
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -86,10 +86,10 @@ async def abort(
     raise AssertionError("abort does not return")
 
 
-def error_info(call: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+def error_info(call: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     """What a server of ours said about a failed call; None when it said nothing."""
     info = error_details_pb2.ErrorInfo()
-    for key, value in call.trailing_metadata() or ():
+    for key, value in cast(grpc.Call, call).trailing_metadata() or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
         try:
@@ -102,15 +102,28 @@ def error_info(call: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None
     return None
 
 
+def told_error(call: grpc.RpcError, prefix: str = "") -> ElasticEPError | None:
+    """The error that a server of ours ended a call with; None when it named none that we know.
+
+    Args:
+        call: what gRPC raised, asynchronous or not.
+        prefix: goes before the server's sentence.
+    """
+    info = error_info(call)
+    if info is None:
+        return None
+    sentence = prefix + (cast(grpc.Call, call).details() or info.reason)
+    if info.reason in _KINDS:
+        return _KINDS[info.reason](sentence)
+    if info.reason.startswith(_PLACEMENT):
+        return errors.PlacementError(sentence)  # its own kind belongs to the planner
+    return None
+
+
 def typed_error(call: grpc.aio.AioRpcError, what: str) -> ElasticEPError:
     """The error that a failed call stands for; `Unavailable` when nobody of ours answered."""
-    info = error_info(call)
-    details = call.details() or call.code().name
-    if info is not None and info.reason in _KINDS:
-        return _KINDS[info.reason](details)
-    if info is not None and info.reason.startswith(_PLACEMENT):
-        return errors.PlacementError(details)  # its own kind belongs to the planner
-    return errors.Unavailable(f"{what}: {call.code().name}: {details}")
+    code = call.code().name
+    return told_error(call) or errors.Unavailable(f"{what}: {code}: {call.details() or code}")
 
 
 def _kinds(kind: type[ElasticEPError]) -> dict[str, type[ElasticEPError]]:
