@@ -18,6 +18,7 @@ from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
     from elasticep.client.cuda_session import CudaSession
+    from elasticep.client.step import Step
 
 
 class CudaExchange(Exchange):
@@ -28,18 +29,15 @@ class CudaExchange(Exchange):
     """
 
     def __init__(self, session: "CudaSession", name: str, spec: ExchangeSpec, number: int) -> None:
-        super().__init__(session, name, spec, number)
         self._cuda = session._cuda
         self._device, self._where = self._cuda.device, str(self._cuda.device)
+        super().__init__(session, name, spec, number)
         geometry = session.config.geometry
         self._made = [
             CudaReceivedTensors(self._cuda, spec, geometry, number, channel)
             for channel in range(spec.channels)
         ]
         self._scale = [1.0] * spec.channels  # of the exchange under way
-        # 1 where a token of a layer's last dispatch needed an expert that no member holds.
-        shape = (spec.channels, geometry.layers, spec.max_tokens)
-        self._lost = torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     def dispatch(
         self,
@@ -113,28 +111,8 @@ class CudaExchange(Exchange):
             return super()._fixed(channel)
         return self._made[channel].fixed
 
-    def _dispatch_compiled(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        x_scales: torch.Tensor | None,
-        channel: int,
-    ) -> Received:
-        """Only what puts the kernels there: the kernels look at the order of calls, too."""
-        tensors = self._check_input((x, x_scales, 1.0), topk_ids, topk_weights)
-        lost = self._lost[channel, layer, : tensors.tokens]
-        self._cuda.use_sms(self.spec.num_sms or 0)
-        self._cuda.dispatch(self._number, channel, layer, tensors, lost.data_ptr() or None)
-        if self._session._step is not None:
-            self._session._step._note_lost(lost)
-        return self._made[channel].fixed
-
-    def _combine_compiled(self, layer: int, out: torch.Tensor, channel: int) -> None:
-        code = CODES[out.dtype].value
-        self._cuda.use_sms(self.spec.num_sms or 0)
-        self._cuda.combine(self._number, channel, out.data_ptr() or None, code)
+    def _note_compiled(self, step: "Step", channel: int, layer: int, tokens: int) -> None:
+        step._note_lost(self._lost[channel, layer, :tokens])
 
     # ---- parts
 

@@ -5,6 +5,8 @@ but `wait`, and nothing but `enter` waits for the daemon.
 """
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from elasticep.client.handle import DispatchInput
-from elasticep.errors import ConfigError, Fenced, TensorError, UsageError
-from elasticep.native import abi
+from elasticep.errors import (
+    ConfigError,
+    ElasticEPError,
+    Fenced,
+    TensorError,
+    UsageError,
+)
+from elasticep.native import abi, operators
 from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
@@ -47,7 +55,7 @@ class CudaHandle:
         self._session: int | None = sessions.open_session(fd_socket, ticket, timeout_ms)
         self.context = sessions.context_of(self._session, rank, incarnation)
         self.device = torch.device("cuda", self.context.config.device)
-        self._sms = 0
+        self._sms = ctypes.c_uint32(0)  # what the context was told last, also by torch operators
         self._args: dict[tuple[int, int], native.DispatchArgs] = {}  # of the exchange under way
 
     def close(self) -> None:
@@ -105,9 +113,9 @@ class CudaHandle:
 
     def use_sms(self, count: int) -> None:
         """How many SMs the kernels may take from the next call on; 0: the formula."""
-        if count != self._sms:
+        if count != self._sms.value:
             self.context.tune(num_sms=count)
-            self._sms = count
+            self._sms.value = count
 
     def dispatch(
         self,
@@ -192,6 +200,29 @@ class CudaHandle:
         self._check(code, "status of the rank")
         return status
 
+    def operators(self) -> operators.Rank | None:
+        """What torch operators call for this rank; None: torch does not say its current stream."""
+        stream = _current_stream()
+        if not stream:
+            return None
+        api, address_of = self._api, operators.address_of
+        calls = operators.CudaCalls(
+            dispatch=address_of(api.epc_dispatch),
+            combine=address_of(api.epc_combine),
+            tune=address_of(api.epc_tune),
+            received_of=address_of(api.epc_received_of),
+            last_error=address_of(api.epc_last_error),
+            stream=stream,
+        )
+        address, device = self.context.address, self.device.index
+        return operators.Rank(operators.Plane.CUDA, address, calls, device, self._sms)
+
+    def failure(self, code: int, text: str) -> ElasticEPError:
+        """The typed error for what a torch operator's call of this rank answered."""
+        fenced = self.fenced() if code == abi.Error.EFENCED else None
+        error = fenced or native.error_of(code, "", text)
+        return TensorError(str(error)) if isinstance(error, ConfigError) else error
+
     def fenced(self) -> Fenced | None:
         """Why this rank was expelled, if it was."""
         epoch = ctypes.c_uint64(0)
@@ -209,3 +240,14 @@ class CudaHandle:
             if fenced is not None:
                 raise fenced
         native.check(code, what)
+
+
+def _current_stream() -> int:
+    """Address of the C function that says which stream is current, in what torch has loaded."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    name = str(path) if path.is_file() else path.name
+    try:
+        library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return operators.address_of(library.aoti_torch_get_current_cuda_stream)
+    except (OSError, AttributeError):
+        return 0

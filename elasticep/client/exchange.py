@@ -75,8 +75,15 @@ class Exchange:
         self._structs = [abi.Received() for _ in range(spec.channels)]
         self._tensors = ReceivedTensors(name, spec, session.config.geometry)
         self._last: list[Received | None] = [None] * spec.channels
-        self._key = compiled.register(self)
+        self._lost = self._lost_memory()
+        self._operators = compiled.Operators(self, self._handle.operators())
+        self._key = self._operators.key
         self._buffers = Buffers()
+
+    def _lost_memory(self) -> torch.Tensor:
+        """1 where a token of a layer's last dispatch needed an expert that no member holds."""
+        shape = (self.spec.channels, self._session.config.geometry.layers, self.spec.max_tokens)
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     # ---- memory of the exchange
 
@@ -241,21 +248,9 @@ class Exchange:
             )
         return last
 
-    def _dispatch_compiled(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        x_scales: torch.Tensor | None,
-        channel: int,
-    ) -> Received:
-        return self.dispatch(layer, x, topk_ids, topk_weights, x_scales=x_scales, channel=channel)
-
-    def _combine_compiled(self, layer: int, out: torch.Tensor, channel: int) -> None:
-        received = self._flight(channel, "received", "combine", "dispatch").received
-        assert received is not None
-        self.combine(layer, received, out)
+    def _note_compiled(self, step: "Step", channel: int, layer: int, tokens: int) -> None:
+        """Tell a step what an operator's dispatch found out."""
+        step._note_lost(self._lost[channel, layer, :tokens].numpy())
 
     # ---- order of calls
 
@@ -345,11 +340,7 @@ class Exchange:
                 )
             if not tensor.is_contiguous():
                 self._wrong(name, "gaps in memory", "a contiguous tensor; call .contiguous()")
-        if tokens > self.spec.max_tokens:
-            raise CapExceeded(
-                f"{tokens} tokens for exchange {self.name!r}, whose cap is {self.spec.max_tokens} "
-                "per rank; split the batch, or create the group with a larger max_tokens"
-            )
+        self._check_cap(tokens)
         return DispatchInput(
             x.data_ptr() or None,
             (CODES[x.dtype] if scales is None else abi.Dtype[self.spec.dispatch_dtype.name]).value,
@@ -360,6 +351,13 @@ class Exchange:
             None if scales is None else scales.data_ptr() or None,
             global_scale,
         )
+
+    def _check_cap(self, tokens: int) -> None:
+        if tokens > self.spec.max_tokens:
+            raise CapExceeded(
+                f"{tokens} tokens for exchange {self.name!r}, whose cap is {self.spec.max_tokens} "
+                "per rank; split the batch, or create the group with a larger max_tokens"
+            )
 
     def _check_rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> int:
         """Dtypes, and shape of the scales; gives the elements of a row of x."""

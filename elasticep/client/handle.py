@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticep.errors import DaemonUnavailable, ElasticEPError, Fenced, StepTorn, TensorError
-from elasticep.native import abi
+from elasticep.native import abi, operators
 
 _TEXT_BYTES = 512
 _DISPATCH = "dispatch"
@@ -76,6 +76,12 @@ class SessionHandle(Protocol):
 
     def status(self) -> abi.Status:
         """What the header says of this rank."""
+
+    def operators(self) -> operators.Rank | None:
+        """What torch operators call for this rank; None: they cannot be used."""
+
+    def failure(self, code: int, text: str) -> ElasticEPError:
+        """The typed error for what a torch operator's call of this rank answered."""
 
 
 class DispatchInput:
@@ -233,16 +239,32 @@ class NativeHandle:
         )
         return status
 
+    def operators(self) -> operators.Rank | None:
+        """What torch operators call for this rank."""
+        api, address_of = self._api, operators.address_of
+        calls = operators.CpuCalls(
+            send=address_of(api.ep_dispatch_send_rows),
+            receive=address_of(api.ep_dispatch_recv),
+            combine=address_of(api.ep_combine),
+            last_error=address_of(api.ep_last_error),
+        )
+        session = 0 if self._session is None else self._session.value or 0
+        return operators.Rank(operators.Plane.CPU, session, calls)
+
+    def failure(self, code: int, text: str) -> ElasticEPError:
+        """The typed error for what a torch operator's call of this rank answered."""
+        return self._error(code, _DISPATCH, text)
+
     def _check(self, code: int, what: str) -> None:
         if code < 0:
             raise self._error(code, what)
 
-    def _error(self, code: int, what: str) -> ElasticEPError:
+    def _error(self, code: int, what: str, text: str | None = None) -> ElasticEPError:
         if code == abi.Error.ETORN:
             return StepTorn(
                 "this step is torn; leave the `with session.step()` block and repeat it"
             )
-        error = abi.error_of(code, what)
+        error = abi.error_of(code, what, text)
         if code == abi.Error.EINVAL and what == _DISPATCH:
             return TensorError(str(error))
         if code in (abi.Error.EFENCED, abi.Error.EGONE):

@@ -8,7 +8,7 @@ is overwritten by the repeat. `docs/client.md` has them all.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from elasticep.client.handle import SessionHandle
 from elasticep.client.step import Passed, Step
-from elasticep.client.view import View
+from elasticep.client.view import View, read_view
 from elasticep.client.weights import EngineWeights, LoadWeights
 from elasticep.errors import (
     CapExceeded,
@@ -35,6 +35,7 @@ from elasticep.spec import ExchangeSpec
 if TYPE_CHECKING:
     from elasticep.client.arena import ArenaWeights, OpenArena
     from elasticep.client.auto import AnyExchange
+    from elasticep.client.exchange import Exchange
 
 __all__ = ["Session", "Step"]
 
@@ -74,6 +75,7 @@ class Session:
         self._open_arena = open_arena
         self._arena: ArenaWeights | None = None
         self._exchanges: dict[str, AnyExchange] = {}
+        self._kinds: list[Exchange] = []  # the same, and an AutoExchange's two
 
     # ---- steps
 
@@ -215,7 +217,7 @@ class Session:
             raise UsageError("a step is open already; leave its `with` block first")
         info = self._handle.step_begin(step._announced, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
-            self._view = self._read_view(info)
+            self._view = read_view(self._handle, self.config.geometry, info)
         prompt = any(told & abi.TOKENS_PROMPT for told in info.tokens)
         step._facts = Passed(
             info.step, info.epoch, prompt, info.work, info.settled, self._view.members
@@ -224,11 +226,16 @@ class Session:
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         self._step = None
-        if isinstance(error, StepTorn):
+        typed = error
+        for exchange in self._kinds:
+            typed = exchange._operators.after(step, typed)
+        if isinstance(typed, StepTorn):
             self._handle.step_end()
             return True
-        if error is not None:
-            self._tear(step, error)
+        if typed is not None:
+            self._tear(step, typed)
+            if typed is not error:
+                raise typed from error
             return False
         if step._open_exchanges:
             wrong = UsageError(
@@ -248,14 +255,6 @@ class Session:
         except ElasticEPError as second:
             error.add_note(f"step {step.number} could not be torn in order: {second}")
 
-    def _read_view(self, info: abi.StepInfo) -> View:
-        geometry = self.config.geometry
-        shape = (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
-        placement = self._handle.slots(info.epoch, shape)
-        placement.flags.writeable = False
-        members = {r: i for r, i in enumerate(info.incarnation[: geometry.max_ranks]) if i}
-        return View(info.epoch, info.digest, MappingProxyType(members), placement)
-
     def _experts_lost(self, error: PlacementError) -> PlacementError:
         lost = self.view.lost(self.config.geometry.experts)
         return ExpertsLost(lost) if lost else error
@@ -272,6 +271,7 @@ class Session:
             SpecError: the group has no such exchange; the message lists those it has.
         """
         from elasticep.client.auto import make_exchange
+        from elasticep.client.exchange import Exchange
 
         self._check_usable()
         specs = dict(self.config.exchanges)
@@ -284,7 +284,9 @@ class Session:
             )
         if name not in self._exchanges:
             numbers = exchange_numbers(self.config)[name]
-            self._exchanges[name] = make_exchange(self, name, specs[name], numbers)
+            made = make_exchange(self, name, specs[name], numbers)
+            self._exchanges[name] = made
+            self._kinds += (made,) if isinstance(made, Exchange) else (made.decode, made.prefill)
         return self._exchanges[name]
 
     # ---- view, weights, load
@@ -401,6 +403,9 @@ class Session:
         if self._step is not None:
             raise UsageError("detach inside a step; leave its `with` block first")
         self._closed = True
+        for exchange in self._kinds:
+            exchange._operators.close()
+        self._kinds.clear()
         self._exchanges.clear()
         if self._arena is not None:
             self._arena.close()

@@ -2,10 +2,16 @@
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from elasticep.geometry import GroupGeometry
+from elasticep.native import abi
+
+if TYPE_CHECKING:
+    from elasticep.client.handle import SessionHandle
 
 EMPTY: Final = -1
 """Content of a slot that holds no expert."""
@@ -47,3 +53,12 @@ class View:
                 for e in np.setdiff1d(np.arange(experts), present, assume_unique=True)
             ]
         return missing
+
+
+def read_view(handle: "SessionHandle", geometry: GroupGeometry, info: abi.StepInfo) -> View:
+    """The view that a barrier adopted, from the rank's memory."""
+    shape = (geometry.layers, geometry.max_ranks, geometry.slots_per_rank)
+    placement = handle.slots(info.epoch, shape)
+    placement.flags.writeable = False
+    members = {r: i for r, i in enumerate(info.incarnation[: geometry.max_ranks]) if i}
+    return View(info.epoch, info.digest, MappingProxyType(members), placement)

@@ -264,14 +264,15 @@ def code_text(code: int) -> str:
     return os.strerror(-code) if -code in errno.errorcode else f"error {code}"
 
 
-def error_of(code: int, what: str) -> errors.ElasticEPError:
+def error_of(code: int, what: str, text: str | None = None) -> errors.ElasticEPError:
     """The typed error for a negative return code.
 
     Args:
         code: what the function returned.
         what: what was being done, for the message; "" when the sentence stands alone.
+        text: its sentence; None: the one that this thread's last failing call left.
     """
-    text = error_text(code)
+    text = error_text(code) if text is None else text
     if code == Error.EFENCED:
         return errors.Fenced(0, text)
     kind = _ERRORS.get(code, errors.NativeError)

@@ -55,6 +55,7 @@ __all__ = [
     "check",
     "create_region",
     "device_count",
+    "error_of",
     "region_bytes",
 ]
 
@@ -148,9 +149,14 @@ def check(code: int, what: str) -> int:
     if code >= 0:
         return code
     text = api().epc_last_error().decode("utf-8", "replace") or abi.code_text(code)
+    raise error_of(code, what, text)
+
+
+def error_of(code: int, what: str, text: str) -> errors.ElasticEPError:
+    """The typed error for a negative return code and its sentence; `what` may be ""."""
     if code == abi.Error.EFENCED:
-        raise errors.Fenced(0, text)
-    raise _KINDS.get(code, errors.NativeError)(f"{what}: {text}")
+        return errors.Fenced(0, text)
+    return _KINDS.get(code, errors.NativeError)(f"{what}: {text}" if what else text)
 
 
 def device_count() -> int:
@@ -284,6 +290,11 @@ class CudaContext:
         if self._context:
             api().epc_context_destroy(self._context)
             self._context = 0
+
+    @property
+    def address(self) -> int:
+        """Of the `epc_context`."""
+        return self._context
 
     def map_peer(self, rank: int, data_fd: int) -> None:
         """Map a peer's region at its fixed address."""

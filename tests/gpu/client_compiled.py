@@ -55,6 +55,7 @@ def _opcheck(model: Model) -> None:
         torch.ops.elasticep.exchange_dispatch,
         (
             *(fixed.rows, fixed.scales, fixed.ids, fixed.weights, fixed.counts, fixed.offsets),
+            *(fixed.places, fixed.row_slots, exchange._lost[0, 0]),
             *(*arguments, None, exchange._key, 0, 0),
         ),
     )

@@ -1,25 +1,26 @@
-"""Dispatch and combine under torch.compile, on the CPU plane, and their operators under opcheck."""
+"""Dispatch and combine under torch.compile, on the CPU plane, with the native core."""
 
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from elasticep.errors import UsageError
+from elasticep.errors import ExpertsLost, TensorError, UsageError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec
-from elasticep.testing.clients import attach_to
-from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.clients import attach_to, on_all
+from elasticep.testing.local_group import LocalGroup, equal_weights, spread
 
 torch = pytest.importorskip("torch")
 
 LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 4, 2, 16, 6
 
 
-def config(**exchange: Any) -> GroupConfig:
+def config(ranks: int = 1, **exchange: Any) -> GroupConfig:
     wire = {"dispatch_dtype": "fp32", "combine_dtype": "fp32", "max_tokens": CAP, **exchange}
     return GroupConfig(
         name="local",
@@ -29,10 +30,10 @@ def config(**exchange: Any) -> GroupConfig:
             topk=TOPK,
             hidden=HIDDEN,
             slots_per_rank=EXPERTS,
-            max_ranks=1,
+            max_ranks=ranks,
         ),
         exchanges=(("decode", ExchangeSpec.preset(wire.pop("preset", "ROUTED"), **wire)),),
-        initial_ranks=1,
+        initial_ranks=ranks,
         spare_copies=0,
         launch=Launch.INLINE,
     )
@@ -85,56 +86,6 @@ def test_a_compiled_model_gives_what_an_eager_one_does(preset: str) -> None:
         session.detach()
 
 
-class StandIn:
-    """As much of an exchange as the operators touch: every row comes back as it was."""
-
-    def __init__(self) -> None:
-        self.rows, self.out = torch.zeros(CAP, HIDDEN), torch.zeros(CAP, HIDDEN)
-        self.ids = torch.zeros(CAP, TOPK, dtype=torch.int32)
-        self.weights, self.counts = torch.zeros(CAP, TOPK), torch.zeros(2, dtype=torch.int32)
-
-    def _fixed(self, channel: int) -> Any:
-        return SimpleNamespace(
-            rows=self.rows,
-            scales=None,
-            ids=self.ids,
-            weights=self.weights,
-            counts=self.counts,
-            offsets=None,
-            out=self.out,
-        )
-
-    def _dispatch_compiled(self, layer: int, x: Any, ids: Any, weights: Any, *_: Any) -> Any:
-        self.rows.copy_(x)
-        self.ids.copy_(ids)
-        self.weights.copy_(weights)
-        return self._fixed(0)
-
-    def _combine_compiled(self, layer: int, out: Any, channel: int) -> None:
-        out.copy_(self.out)
-
-
-def test_opcheck_of_both_operators() -> None:
-    from elasticep.client import compiled
-
-    exchange = StandIn()
-    key = compiled.register(exchange)  # type: ignore[arg-type]
-    x, ids, weights = inputs(1)
-    fixed = exchange._fixed(0)
-    torch.library.opcheck(
-        torch.ops.elasticep.exchange_dispatch,
-        (
-            *(fixed.rows, None, fixed.ids, fixed.weights, fixed.counts, None),
-            *(x, ids, weights, None, key, 0, 0),
-        ),
-    )
-    assert torch.equal(exchange.rows, x)
-    y, out = torch.randn(CAP, HIDDEN), torch.zeros(CAP, HIDDEN)
-    torch.library.opcheck(torch.ops.elasticep.exchange_combine, (out, fixed.rows, y, key, 0, 0))
-    torch.ops.elasticep.exchange_combine(out, fixed.rows, y, key, 0, 0)
-    assert torch.equal(out, y)  # also when y is not the region's own
-
-
 def test_an_exact_size_cannot_be_compiled() -> None:
     group_config = config(preset="NORMAL")
     with LocalGroup(geometry_struct(group_config)) as group:
@@ -142,3 +93,128 @@ def test_an_exact_size_cannot_be_compiled() -> None:
         with pytest.raises(UsageError, match="cpu_sync"):
             session.exchange("decode")._fixed(0)
         session.detach()
+
+
+def copied(exchange: Any, layers: int = LAYERS) -> Callable[..., Any]:
+    """A model whose experts give their rows back, compiled."""
+
+    def model(x: Any, ids: Any, weights: Any) -> Any:
+        ok = None
+        for layer in range(layers):
+            recv = exchange.dispatch(layer, x, ids, weights)
+            recv.out.copy_(recv.rows)
+            x = exchange.combine(layer, recv)
+            ok = recv.token_ok if ok is None else ok & recv.token_ok
+        return x, ok
+
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@contextmanager
+def compiled_ranks(ranks: int = 1, **changes: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A group, its view's slots and its sessions, whose tensors are there."""
+    group_config = config(ranks, **changes)
+    geometry = geometry_struct(group_config)
+    with LocalGroup(geometry) as group:
+        sessions = [attach_to(group, group_config, rank) for rank in range(ranks)]
+        table = spread(geometry, range(ranks))
+        group.stage(1, 0, list(range(ranks)), table)
+
+        def eager(session: Any) -> None:
+            exchange = session.exchange("decode")
+            with session.step():
+                exchange.combine(0, exchange.dispatch(0, *inputs(1)))
+
+        on_all(sessions, eager)
+        yield group, table, sessions
+        for session in sessions:
+            session.detach()
+
+
+def test_ranks_of_one_process_wait_for_each_other_in_operators() -> None:
+    with compiled_ranks(2) as (_, _, sessions):
+        models = {session.rank: copied(session.exchange("decode")) for session in sessions}
+        for model in models.values():  # compiled one after the other, before their threads run
+            with pytest.raises(RuntimeError, match="outside a step"):
+                model(*inputs(1))
+
+        def run(session: Any) -> Any:
+            def eager(step: Any, batch: Any) -> Any:
+                x, ids, weights = batch
+                exchange = session.exchange("decode")
+                for layer in range(LAYERS):
+                    recv = exchange.dispatch(layer, x, ids, weights)
+                    recv.out.copy_(recv.rows)
+                    x = exchange.combine(layer, recv)
+                return x
+
+            want = session.run(eager, inputs(7))
+            got = session.run(lambda step, batch: models[session.rank](*batch)[0], inputs(7))
+            return torch.equal(got, want)
+
+        assert on_all(sessions, run) == [True, True]
+
+
+def test_a_torn_step_leaves_compiled_code_and_is_repeated() -> None:
+    with compiled_ranks() as (_, _, (session,)):
+        model = copied(session.exchange("decode"))
+        reached, torn = [], []
+
+        def forward(step: Any, batch: Any) -> Any:
+            if not torn:
+                session._handle.step_tear()  # as a peer's death would
+            result = model(*batch)[0]
+            reached.append(step.number)
+            return result
+
+        x, ids, weights = inputs(2)
+        result = session.run(forward, (x, ids, weights), on_torn=lambda step: torn.append(step))
+        assert torch.equal(result, x)
+        assert (len(reached), len(torn)) == (1, 1)
+
+
+def test_errors_of_operators_are_those_of_eager_calls() -> None:
+    with compiled_ranks() as (_, _, (session,)):
+        exchange = session.exchange("decode")
+        model = copied(exchange)
+        x, ids, weights = inputs(2)
+        with (
+            pytest.raises(TensorError, match="names expert 9"),
+            session.step() as step,
+        ):
+            model(x, torch.full_like(ids, 9), weights)
+        assert not step.complete
+        with pytest.raises(TensorError, match="dtype Double"), session.step():
+            model(x.double(), ids, weights)
+        too_many = [torch.cat([part, part]) for part in (x, ids, weights)]
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"12 tokens .* cap is {CAP}"):
+            model(*too_many)  # while it is traced
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def half(x: Any, ids: Any, weights: Any) -> Any:
+            return exchange.dispatch(0, x, ids, weights).rows.sum()
+
+        with pytest.raises(UsageError, match="no combine followed"), session.step():
+            half(x, ids, weights)
+        with session.step() as step:
+            assert torch.equal(model(x, ids, weights)[0], x)
+        assert step.complete
+
+
+def test_tokens_that_need_a_lost_expert_are_told_from_the_others() -> None:
+    with compiled_ranks() as (group, table, (session,)):
+        lost = table.copy()
+        lost[1][table[1] == 3] = -1  # in layer 1 alone
+        group.stage(2, 1, [0], lost, equal_weights(lost, [0]))
+        model = copied(session.exchange("decode"))
+        x, ids, weights = inputs(2)
+        needs = (ids == 3).any(1)
+        assert 0 < int(needs.sum()) < CAP
+        with pytest.raises(ExpertsLost, match="layer 1 expert 3"), session.step():
+            model(x, ids, weights)
+        group.policy(serve=True)
+        with session.step() as step:
+            _, ok = model(x, ids, weights)
+        assert step.complete
+        assert torch.equal(ok, ~needs)
+        assert torch.equal(step.token_ok, ~needs)

@@ -165,6 +165,12 @@ class DoubleHandle:
     def status(self) -> abi.Status:
         return abi.Status(rank=0)
 
+    def operators(self) -> None:
+        return None
+
+    def failure(self, code: int, text: str) -> ElasticEPError:
+        return UsageError(text)
+
     @property
     def names(self) -> list[str]:
         return [call if isinstance(call, str) else call[0] for call in self.calls]

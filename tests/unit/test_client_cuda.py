@@ -176,6 +176,9 @@ class Handle:
     def serves_lost(self) -> bool:
         return self.serves
 
+    def operators(self) -> None:
+        return None
+
     def fenced(self) -> Fenced | None:
         return self.why
 
