@@ -23,6 +23,7 @@ from elasticep.group import GroupConfig
 from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.native.region import layout
+from elasticep.native.structs import Holder
 from elasticep.proto import node_pb2, node_pb2_grpc, types_pb2
 from elasticep.rpc import abort
 from elasticep.runtime import seats
@@ -239,6 +240,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
 
     async def _until_free(self, keeper: SeatKeeper, pid: int, deadline: float) -> None:
         left_s = deadline - asyncio.get_running_loop().time()
+        if keeper.memory is None and keeper.engine is not None and keeper.engine.pid == pid:
+            # This daemon started anew and nobody brought the memory back, so the lock cannot be
+            # read. But who asks for the seat has let go of it; its process is not to be killed.
+            keeper.apply(seats.Released(Holder.ENGINE, keeper.seat.incarnation))
         await keeper.changed.until(lambda: keeper.free(pid) or keeper.taken(pid), left_s)
         if keeper.free(pid):
             return

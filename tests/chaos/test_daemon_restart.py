@@ -89,6 +89,23 @@ def test_an_engine_that_left_while_the_daemon_was_away_has_left() -> None:
         assert engine.ask("close") == "closed"  # alive
 
 
+def test_an_engine_that_asks_again_after_a_restart_is_not_killed_for_lost_memory() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        engine = lab.engine(daemon, "g", 0).up()
+        lab.attached(0)
+        worker = daemon.seat("g", 0).worker_pid
+        daemon.kill()
+        os.kill(worker, signal.SIGKILL)
+        assert engine.ask("close") == "closed"  # now nobody has the memory, and its lock
+        lab.controller.forget()
+        daemon.start()
+        assert daemon.attach("g", 0, pid=engine.pid).incarnation == 2
+        assert engine.ask("close") == "closed"  # alive
+        assert not [e for e in daemon.events("process.kill") if e["role"] == "engine"]
+
+
 def test_a_stopped_worker_is_not_doubled_by_a_restart() -> None:
     with Lab() as lab:
         lab.create(small_config())
