@@ -17,7 +17,7 @@ BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 
-.PHONY: build native demo test lint format proto test-gpu model sim wheel clean distclean
+.PHONY: build native demo test lint format proto gpu-build test-gpu gpu-acceptance model sim wheel clean distclean
 .DEFAULT_GOAL := build
 
 build: native
@@ -83,11 +83,19 @@ model:
 # On a machine with a GPU, with the interpreter that is there (torch with CUDA, nvcc, cmake, ninja,
 # pytest) and nothing installed: GPU_PYTHON=python3.12 make test-gpu
 GPU_PYTHON ?= $(PYTHON)
-test-gpu:
+gpu-build:
 	cmake -S . -B build/gpu -G Ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
 	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(GPU_PYTHON))) -DELASTICEP_CUDA=ON
 	cmake --build build/gpu --parallel $(JOBS)
+
+test-gpu: gpu-build
 	ELASTICEP_REQUIRE_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+
+# All that the GPU data plane must show (docs/cuda.md), in calls of less than ten minutes: repeat it
+# until it says that all is done. ACCEPTANCE_ARGS="--part speed"
+ACCEPTANCE_OUT ?= build/acceptance
+gpu-acceptance: gpu-build
+	$(GPU_PYTHON) -m elasticep.bench acceptance --out $(ACCEPTANCE_OUT) $(ACCEPTANCE_ARGS)
 
 # With the torch of .venv; a plain `pip wheel .` fetches one for the build.
 wheel: $(DEPS)

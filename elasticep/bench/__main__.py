@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 BENCHES: Final = {
+    "acceptance": "all that the GPU data plane must show, in batches of ten minutes, with a report",
     "exchange": "dispatch + combine beside gloo, MPI and NCCL",
     "gpus": "all of it on a machine of several GPUs, in one run",
     "placement": "the planner beside public ones",
@@ -19,7 +20,7 @@ BENCHES: Final = {
 def main(arguments: Sequence[str]) -> int:
     """Run one bench; returns its exit status."""
     if not arguments or arguments[0] not in BENCHES:
-        lines = [f"  {name:<10} {what}" for name, what in BENCHES.items()]
+        lines = [f"  {name:<11} {what}" for name, what in BENCHES.items()]
         click.echo("usage: python -m elasticep.bench NAME ...\n" + "\n".join(lines), err=True)
         return 0 if list(arguments) in (["-h"], ["--help"]) else 2
     module = importlib.import_module(f"elasticep.bench.{arguments[0]}")

@@ -1,6 +1,7 @@
 """Every way to exchange, on 1-8 ranks, against a float64 reference that knows only the inputs."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS
 from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry
 
-pytestmark = pytest.mark.timeout(180)
+# Everything is slower under a sanitizer.
+PATIENCE = int(os.environ.get("ELASTICEP_GPU_PATIENCE", "1"))
+pytestmark = pytest.mark.timeout(180 * PATIENCE)
 PROGRAMS = "tests.gpu.programs"
 DTYPES = list(abi.Dtype)
 
@@ -128,6 +131,16 @@ def test_replicas_share_tokens(ranks: int) -> None:
     with fleet(shape, ranks) as f:
         results = f.run(f"{PROGRAMS}:steps", plans=sweep(ranks, 64), weighted=True)
         judge(results, BOUNDS[abi.Dtype.BF16])
+
+
+def test_small_batches_of_every_preset_as_for_a_sanitizer() -> None:
+    """In processes of their own, a rank each: tools may run the kernels of one process in turn."""
+    ranks = min(native.device_count(), 2)
+    shape = geometry(ranks, all_presets(8, abi.Dtype.BF16), hidden=512, experts=8)
+    plans = [[(i, [n] * ranks) for i in range(len(PRESETS))] for n in (8, 1, 0)]
+    limits = {"exchange_timeout_ms": 5000 * PATIENCE, "step_timeout_ms": 10_000 * PATIENCE}
+    with Fleet(FleetSpec(geometry=shape, **places(ranks), **limits)) as f:
+        judge(f.run(f"{PROGRAMS}:steps", 60.0 * PATIENCE, plans=plans), BOUNDS[abi.Dtype.BF16])
 
 
 def test_case_13_loads_are_counted_once_at_home() -> None:
