@@ -16,6 +16,7 @@ from elasticep.runtime.transport.messages import Message
 
 SOCKET_MODE = 0o660
 _BACKLOG = 128
+_ACCEPT_AGAIN_S = 0.2
 
 
 class Handler(Protocol):
@@ -51,6 +52,7 @@ class FdServer:
         self._handler = handler
         self._limits = limits
         self._listener: socket.socket | None = None
+        self._rest: asyncio.TimerHandle | None = None
         self._connections: set[Connection] = set()
         self._allowed_uids = (0, os.getuid())
 
@@ -72,12 +74,19 @@ class FdServer:
             listener.close()
             raise ConfigError(f"cannot listen on {self.path}: {error.strerror}") from None
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._rest = None
+        assert self._listener is not None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def close(self) -> None:
         """Close every connection and remove the socket file."""
         if self._listener is None:
             return
+        if self._rest is not None:
+            self._rest.cancel()
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         self._listener = None
@@ -92,7 +101,11 @@ class FdServer:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # out of descriptors: look again when one connection is closed
+        except OSError:
+            # Out of descriptors. Who knocks stays in line, and the loop would hear of nothing else.
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._rest = loop.call_later(_ACCEPT_AGAIN_S, self._listen)
             return
         sock.setblocking(False)
         peer = peer_of(sock)
