@@ -7,7 +7,7 @@ term: the state is read anew from the store by whoever leads next.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from structlog.typing import FilteringBoundLogger
 from elasticep.control import events as ev
 from elasticep.control import messages, records
 from elasticep.control.background import Ask, Pause, Resume
-from elasticep.control.clocks import Clocks
+from elasticep.control.clocks import AwakeClock, Clocks
 from elasticep.control.cluster import Cluster, Outcomes
 from elasticep.control.election import STORE_ERRORS, Deposed, Lead
 from elasticep.control.events import Outcome, SeatReport
@@ -78,6 +78,7 @@ class Term:
     ) -> None:
         self._clocks = clocks or Clocks()
         self._clock = self._clocks.monotonic_s
+        self._awake = AwakeClock(self._clock)
         self._log = log
         self._store = store
         self._lead = lead
@@ -104,8 +105,12 @@ class Term:
         )
 
     def now_ms(self) -> int:
-        """The clock of all events."""
-        return int(self._clock() * 1_000)
+        """The clock of all events; it stands still while this process does."""
+        away_ms = self._awake.away_ms
+        now_ms = self._awake.look()
+        if self._awake.away_ms > away_ms:
+            self._log.warning("controller.away", away_ms=self._awake.away_ms - away_ms)
+        return now_ms
 
     def _show_ages(self) -> None:
         """A scrape sees how long ago the background made progress, also if ticks have stopped."""
@@ -114,7 +119,7 @@ class Term:
             self._metrics.rebalance_age.labels(name).set_function(age)
 
     def _age_s(self, rebalancer: Rebalancer) -> float:
-        return 0.0 if self.over else max(0.0, self._clock() - rebalancer.progress_ms / 1_000)
+        return 0.0 if self.over else max(0, self._awake.peek() - rebalancer.progress_ms) / 1_000
 
     def _moment(self) -> records.Moment:
         return records.Moment(self.now_ms(), int(self._clocks.unix_s() * 1_000))
@@ -227,6 +232,11 @@ class Term:
             if commit.done.cancelled():
                 raise NotLeader("the lead was lost before this was written; ask again") from None
             raise
+
+    @property
+    def published(self) -> Mapping[str, View]:
+        """Group -> its latest view that is in the store."""
+        return self._published
 
     async def wait_view(self, group: str, condition: Callable[[View], bool]) -> View:
         """The first published view of a group for which the condition holds."""

@@ -49,7 +49,7 @@ preset = "ROUTED"
 class Process:
     """A controller process that told its supervisor that it is ready."""
 
-    def __init__(self, folder: Path, name: str, etcd: LocalEtcd) -> None:
+    def __init__(self, folder: Path, name: str, etcd: LocalEtcd, lease_s: int = 1) -> None:
         self.address = f"unix://{folder}/{name}.sock"
         self.log = folder / f"{name}.log"
         notify = str(folder / f"{name}.notify")
@@ -59,7 +59,8 @@ class Process:
                 self.process = subprocess.Popen(
                     [
                         *(sys.executable, "-m", "elasticep.cli.main", "controller"),
-                        *("--listen", self.address, "--name", name, "--lease-ttl-s", "1"),
+                        *("--listen", self.address, "--name", name),
+                        *("--lease-ttl-s", str(lease_s)),
                         *("--etcd-endpoints", ",".join(etcd.endpoints), "--log-format", "json"),
                     ],
                     stdout=log,
@@ -199,6 +200,39 @@ def test_a_standby_process_takes_over_from_one_that_was_killed(
         assert json.loads(told.output)["leader"] == "c1"
     finally:
         standby.kill()
+
+
+def test_a_leader_that_was_stopped_within_its_lease_blames_nobody(
+    etcd: LocalEtcd, tmp_path: Path
+) -> None:
+    # All nodes were silent to it, longer than node_timeout, but it could not have heard them.
+    controller = Process(tmp_path, "c0", etcd, lease_s=30)
+    path = tmp_path / "group.toml"
+    text = GROUP.replace('name = "g"', 'name = "stopped"')
+    path.write_text(f"{text}[timeouts]\nnode_timeout_ms = 3_000\n")
+
+    async def scenario() -> None:
+        ranks = {"a": [0, 1], "b": [2, 3]}
+        async with FakeNodes([controller.address], ranks, "stopped") as nodes:
+            await nodes.until(lambda: nodes.epoch == 1)
+            await nodes.meet()
+            controller.process.send_signal(signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            await nodes.until(lambda: time.monotonic() - stopped_s > 4.5)
+            controller.process.send_signal(signal.SIGCONT)
+            nodes.of(3).kill(3)  # it goes on, and sees what is so
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.members == [0, 1, 2]
+            assert {node.sessions for node in nodes.nodes.values()} == {1}
+
+    try:
+        assert run(controller.address, "group", "create", str(path)).exit_code == 0
+        asyncio.run(asyncio.wait_for(scenario(), 40))
+        told = [event for event in controller.events() if event["event"] == "rank.fenced"]
+        assert [event["rank"] for event in told] == [3]
+        assert "controller.away" in {event["event"] for event in controller.events()}
+    finally:
+        controller.kill()
 
 
 def test_a_start_that_cannot_be_is_one_line(controller: Process, etcd: LocalEtcd) -> None:
