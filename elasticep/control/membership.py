@@ -221,7 +221,7 @@ class Membership:
         if seat.node != node and seat.phase is not Phase.GONE:
             if running:  # two nodes hold one seat: the one it was granted to keeps it
                 why = f"the seat is held by node {seat.node}"
-                out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
+                out.after.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
             return
         if report.incarnation == seat.incarnation:
             seat.written = True  # the node heard of it after the store
@@ -232,7 +232,7 @@ class Membership:
         elif report.incarnation < seat.incarnation:
             if running:
                 why = f"incarnation {seat.incarnation} has the seat"
-                out.now.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
+                out.after.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
         elif report.state is SeatState.DEAD:
             if seat.live:
                 why = report.cause or "it ended"
@@ -245,10 +245,10 @@ class Membership:
         if not seat.live:
             epoch = self._s.view.epoch if self._s.view else 0
             fence = ev.Fence(seat.node, seat.rank, seat.incarnation, epoch, seat.why or "it ended")
-            out.now.append(fence)
+            out.after.append(fence)  # behind the write of that end, if it is on its way
             return
         attached = report.state is SeatState.ATTACHED
-        if not attached and (seat.attached or seat.phase in JUDGED):
+        if not attached and (seat.attached or seat.since or seat.phase in JUDGED):
             self._s.end(seat, now_ms, "its engine left", out, at_once=True)
             return
         seat.attached, seat.heard = attached, True

@@ -138,10 +138,12 @@ class GroupState:
         seat.since, seat.held, seat.why = record.since, record.held, record.reason
         seat.written = True
         seat.ended_ms = list(record.ended_ms)
-        phase = Phase(record.phase)
-        member = self.view is not None and self.view.holds(seat.rank, seat.incarnation)
+        phase, view = Phase(record.phase), self.view
         if phase in (Phase.STAGED, Phase.ACTIVE, Phase.SUSPECTED, Phase.JOINING):
-            phase = Phase.ACTIVE if member else Phase.JOINING
+            member = view is not None and view.holds(seat.rank, seat.incarnation)
+            # Who comes in with the open view may still load: it has the time of a joiner.
+            comes_in = view is not None and view.epoch > self.adopted and seat.since == view.epoch
+            phase = Phase.ACTIVE if member and not comes_in else Phase.JOINING
         seat.phase = phase
         seat.story.append(f"{now_ms} ms: {phase}: taken over from the store")
 

@@ -249,6 +249,13 @@ class World:
         if node.up:
             self.feed(ev.Staged(node.name, rank, seat.incarnation, view.epoch))
 
+    def wake(self, rank: int) -> None:
+        """A rank that hung comes to its step, and stages what it was told to."""
+        _, seat = self.seat(rank)
+        seat.hung = False
+        if self.view.holds(rank, seat.incarnation) and self.view.epoch > seat.epoch:
+            self.stage(rank, self.view)
+
     def _nowhere(self, node: SimNode, seat: SimSeat, view: View) -> tuple[tuple[int, int], ...]:
         """Experts that a view newly gives to a rank and that its node finds nowhere."""
         table = view.placement.slot_expert[:, seat.rank].tolist()

@@ -1,0 +1,131 @@
+"""What a new leader does with what it finds: views that nobody heard of, ranks that load."""
+
+import pytest
+
+from elasticep.control import events as ev
+from elasticep.control.decisions import STAGE_TIMEOUT_MS
+from elasticep.control.events import Fence, Propose, SeatReport, SeatState
+from elasticep.control.seats import Phase
+from elasticep.group import Timeouts
+from elasticep.testing.membership import TWO_NODES, World, formed, group_config, members
+
+MINUTE_MS = 60_000
+
+
+def test_engines_of_a_group_that_forms_may_load_as_long_as_before() -> None:
+    world = World(group_config(), TWO_NODES, attach=False)
+    for rank in range(4):
+        world.run()
+        world.attach_engine(rank)
+        world.seat(rank)[1].hung = True  # it does not come to its first step yet
+    world.run()
+    assert world.view.epoch == 1
+    world.restart_controller()
+    world.run()
+    world.advance(MINUTE_MS)
+    assert world.view.epoch == 1
+    assert all(seat.live for seat in world.membership.seats.values())
+    for rank in range(4):
+        world.wake(rank)
+    world.settle()
+    assert members(world) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert world.membership.adopted_epoch == 1
+
+
+def test_a_joiner_has_its_time_under_the_next_leader_too() -> None:
+    world = formed(timeouts=Timeouts(step_timeout_ms=20_000))
+    world.kill(3)
+    world.run()
+    world.barrier()
+    world.seat(3)[1].hung = True
+    world.run()
+    assert world.view.epoch == 3
+    world.restart_controller()
+    world.run()
+    world.advance(20_000 - 200)
+    assert world.view.epoch == 3
+    assert world.membership.seats[3].live
+    world.wake(3)
+    world.settle()
+    assert members(world) == [(0, 1), (1, 1), (2, 1), (3, 2)]
+
+
+def test_a_joiner_whose_engine_left_meanwhile_is_left_out() -> None:
+    world = formed()
+    world.kill(3)
+    world.run()
+    world.barrier()
+    world.seat(3)[1].hung = True
+    world.run()
+    world.seat(3)[1].state = SeatState.READY
+    world.restart_controller()
+    world.run()
+    assert world.view.ranks == (0, 1, 2)
+
+
+def test_a_view_that_nobody_heard_of_is_sent_by_the_next_leader() -> None:
+    world = formed()
+    out = world.membership.handle(
+        ev.SeatChanged("b", SeatReport(3, 1, SeatState.DEAD, cause="worker died")), world.now_ms
+    )
+    assert [send.view.epoch for send in out.after if isinstance(send, Propose)] == [2, 2]
+    out.now.clear()
+    out.after.clear()  # written, and then it died
+    world.take(out)
+    _, seat = world.seat(3)
+    seat.state, seat.cause, seat.epoch = SeatState.EMPTY, "worker died", 0
+    world.attach = False
+    world.restart_controller()
+    world.settle()
+    assert [view.epoch for view in world.proposed] == [1, 2]
+    assert world.membership.adopted_epoch == 2
+    assert members(world) == [(0, 1), (1, 1), (2, 1)]
+    assert (3, 1) in world.dead
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_whoever_comes_first_to_a_new_leader_nobody_healthy_is_blamed(first: str) -> None:
+    world = formed()
+    world.attach = False
+    _, seat = world.seat(3)
+    seat.state, seat.cause, seat.epoch = SeatState.EMPTY, "worker died", 0  # heard by nobody
+    for name in world.nodes:
+        world.nodes[name].up = False
+    world.restart_controller()
+    world.connect(first)
+    world.run()
+    world.advance(STAGE_TIMEOUT_MS * 3)  # the other node takes its time
+    world.connect("b" if first == "a" else "a")
+    world.settle()
+    assert members(world) == [(0, 1), (1, 1), (2, 1)]
+    assert world.dead == {(3, 1)}
+    assert [view.epoch for view in world.proposed] == [1, 2]
+
+
+def test_waits_from_before_blame_nobody_under_the_next_leader_without_new_ones() -> None:
+    world = formed()
+    timeout_ms = world.config.timeouts.hang_timeout_ms
+    world.feed(ev.Waits("a", 0, 1, 2, "exchange", timeout_ms - 500, 40))
+    world.restart_controller()
+    world.advance(2 * timeout_ms)
+    assert world.membership.seats[2].phase is Phase.ACTIVE
+    # Reported anew, with all the time that it has waited: the root had no chance yet to show to
+    # this leader that it moves.
+    world.feed(ev.Waits("a", 0, 1, 2, "exchange", 3 * timeout_ms, 40))
+    world.progress(2, 500)
+    world.advance(timeout_ms - 500)
+    assert world.membership.seats[2].live
+    world.advance(1_000)
+    assert not world.membership.seats[2].live
+
+
+def test_an_end_that_may_not_be_in_the_store_is_told_after_the_store() -> None:
+    # A leader that is cut from the store: by its own clock a node was gone, and now says hello.
+    # The next leader knows nothing of that end; nobody may act on it before it is written.
+    world = formed()
+    world.membership.handle(ev.NodeGone("b", "it was not heard of"), world.now_ms)
+    hello = ev.NodeHello("b", tuple(s.report() for s in world.nodes["b"].seats.values()))
+    out = world.membership.handle(hello, world.now_ms)
+    assert not [send for send in out.now if isinstance(send, Fence)]
+    fenced = {(send.rank, send.incarnation) for send in out.after if isinstance(send, Fence)}
+    assert fenced == {(2, 1), (3, 1)}
