@@ -81,7 +81,12 @@ class Controller:
     # ---- what the service asks
 
     def leading(self) -> Term:
-        """The term of office; `NotLeader` names who leads when it is another."""
+        """The term of office; `NotLeader` names who leads when it is another.
+
+        One whose lease may have run out does not answer: another may have written since.
+        """
+        if self.term is not None and self._election is not None and self._election.overdue:
+            raise NotLeader("this controller could not renew its lease; ask the others")
         if self.term is None:
             leader = self._election.leader if self._election else None
             where = f"; {leader.name} leads at {leader.address}" if leader else "; nobody leads now"

@@ -99,6 +99,16 @@ class Election:
         self._me = me
         self._ttl_s = ttl_s
         self.leader: Candidate | None = None  # as last seen
+        self._good_until_s = 0.0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether another may lead by now, for all that this controller knows of its lease.
+
+        One that was stopped asks this before it answers: it may run again before it hears that
+        the lead is lost.
+        """
+        return self._clock() >= self._good_until_s
 
     async def campaign(self) -> Lead:
         """Wait until this controller leads."""
@@ -127,6 +137,7 @@ class Election:
                 (Delete(LEADER),),
                 deadline_s=_CALL_S,
             )
+        good_until_s = self._clock() + self._ttl_s
         lease = await self._store.lease_grant(self._ttl_s, deadline_s=_CALL_S)
         done = await self._store.transact(
             (CreateRevision(LEADER, 0),),
@@ -134,6 +145,7 @@ class Election:
             deadline_s=_CALL_S,
         )
         if done.succeeded:
+            self._good_until_s = good_until_s
             return Lead(done.revision, lease)
         await self._revoke(lease)
         return None
@@ -168,14 +180,13 @@ class Election:
         """Renew the lease until it cannot be; returns when the lead is lost."""
         watcher = asyncio.create_task(self._watch_own(lead))
         try:
-            good_until = self._clock() + self._ttl_s
-            while (left_s := good_until - self._clock()) > 0:
+            while (left_s := self._good_until_s - self._clock()) > 0:
                 began = self._clock()
                 try:
                     ttl_s = await self._store.lease_keepalive(
                         lead.lease, deadline_s=max(0.05, min(_CALL_S, left_s))
                     )
-                    good_until = began + ttl_s
+                    self._good_until_s = began + ttl_s
                 except LeaseLost as error:
                     self._log.warning("lead.lost", reason=str(error))
                     return

@@ -88,7 +88,8 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
         async def work() -> controller_pb2.GetClusterResponse:
             term = self._controller.leading()
-            return cluster_status(term.cluster, self._controller.name, request.group, term.now_ms())
+            name, now_ms = self._controller.name, term.now_ms()
+            return cluster_status(term.cluster, term.published, name, request.group, now_ms)
 
         return await self._typed(context, work)
 

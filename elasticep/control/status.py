@@ -1,5 +1,7 @@
 """What `GetCluster` answers: the cluster's state in words. Pure."""
 
+from collections.abc import Mapping
+
 from elasticep.control.background import Background
 from elasticep.control.cluster import Cluster
 from elasticep.control.membership import Membership
@@ -11,9 +13,12 @@ from elasticep.proto import controller_pb2
 
 
 def cluster_status(
-    cluster: Cluster, leader: str, group: str, now_ms: int
+    cluster: Cluster, published: Mapping[str, View], leader: str, group: str, now_ms: int
 ) -> controller_pb2.GetClusterResponse:
     """Groups (all, or the one named) and nodes.
+
+    `published` are the views that are in the store: of one that is not, the next leader may know
+    nothing, and give its number to another.
 
     Raises:
         UnknownGroup: there is no group of that name.
@@ -25,8 +30,8 @@ def cluster_status(
     return controller_pb2.GetClusterResponse(
         leader=leader,
         groups=[
-            group_status(membership, cluster.background[membership.config.name], now_ms)
-            for membership in memberships
+            group_status(m, published.get(m.config.name), cluster.background[m.config.name], now_ms)
+            for m in memberships
         ],
         nodes=[
             controller_pb2.NodeStatus(
@@ -40,14 +45,15 @@ def cluster_status(
 
 
 def group_status(
-    membership: Membership, background: Background, now_ms: int
+    membership: Membership, view: View | None, background: Background, now_ms: int
 ) -> controller_pb2.GroupStatus:
-    """One group: every seat that was ever given out or is held back."""
-    view = membership.view
+    """One group, with the view that is in the store, and every seat that was ever given out or is
+    held back.
+    """
     return controller_pb2.GroupStatus(
         config=membership.config.to_proto(),
         view=view.to_proto(with_placement=False) if view else None,
-        adopted_epoch=membership.adopted_epoch,
+        adopted_epoch=min(membership.adopted_epoch, view.epoch if view else 0),
         ranks=[
             controller_pb2.RankStatus(
                 rank=seat.rank,

@@ -15,6 +15,7 @@ import grpc.aio
 
 from elasticep.config import ControllerConfig
 from elasticep.control import records
+from elasticep.control.clocks import Clocks
 from elasticep.control.controller import Controller
 from elasticep.control.store import Delete, MemoryBackend, MemoryStore, Store
 from elasticep.control.store.etcd import EtcdStore
@@ -47,12 +48,14 @@ class Bench:
         """Another client of the store."""
         return EtcdStore(self.etcd.endpoints) if self.etcd else MemoryStore(self.memory)
 
-    async def controller(self, name: str = "c0", store: Store | None = None) -> Controller:
+    async def controller(
+        self, name: str = "c0", store: Store | None = None, clocks: Clocks | None = None
+    ) -> Controller:
         """A controller that listens; it may lead or not."""
         config = ControllerConfig(
             listen="127.0.0.1:0", store="memory", metrics_port=0, lease_ttl_s=_LEASE_S, name=name
         )
-        controller = Controller(config, store or self.store())
+        controller = Controller(config, store or self.store(), clocks=clocks)
         listening = asyncio.Event()
         task = asyncio.create_task(controller.run(lambda _: listening.set()))
         self._tasks[id(controller)] = task
@@ -63,9 +66,11 @@ class Bench:
             task.result()
         return controller
 
-    async def leader(self, name: str = "c0", store: Store | None = None) -> Controller:
+    async def leader(
+        self, name: str = "c0", store: Store | None = None, clocks: Clocks | None = None
+    ) -> Controller:
         """A controller that leads."""
-        controller = await self.controller(name, store)
+        controller = await self.controller(name, store, clocks)
         await until(lambda: controller.term is not None, "it leads")
         return controller
 

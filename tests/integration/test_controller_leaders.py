@@ -1,13 +1,14 @@
 """Controllers and stores that go away and come back; fake nodes, both stores."""
 
+import time
+
 import grpc.aio
 import pytest
 
 from elasticep.control import records
+from elasticep.control.clocks import Clocks
 from elasticep.control.store import Delete, KeyValue, MemoryStore
-from elasticep.errors import (
-    Unavailable,
-)
+from elasticep.errors import NotLeader, Unavailable
 from elasticep.proto import controller_pb2
 from elasticep.rpc import error_info
 from elasticep.testing.controllers import Bench, Run, client, cluster, formed, until
@@ -202,3 +203,45 @@ def test_a_view_that_somebody_else_wrote_is_read_and_not_overwritten(run: Run) -
             await store.close()
 
     run(scenario)
+
+
+# ---- what is answered
+
+
+def test_a_view_that_is_not_in_the_store_yet_is_told_to_nobody(run_memory: Run) -> None:
+    """The next leader would know nothing of it, and give its number to another."""
+
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("first")
+        async with formed(bench, None, first) as (_, nodes):
+            bench.memory.set_available(False)
+            nodes.of(3).kill(3)
+            term = first.term
+            assert term is not None
+            membership = term.cluster.groups["g"]
+            await until(lambda: membership.view is not None and membership.view.epoch == 2, "it")
+            told = (await cluster(first.address)).groups[0]
+            assert (told.view.epoch, told.adopted_epoch) == (1, 1)
+            bench.memory.set_available(True)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert (await cluster(first.address)).groups[0].view.epoch == 2
+
+    run_memory(scenario)
+
+
+def test_a_leader_whose_lease_may_be_over_answers_nothing(run_memory: Run) -> None:
+    """One that was stopped runs again before it hears that another leads."""
+
+    async def scenario(bench: Bench) -> None:
+        ahead_s = 0.0
+        clocks = Clocks(lambda: time.monotonic() + ahead_s)
+        leader = await bench.leader("old", clocks=clocks)
+        async with formed(bench, None, leader):
+            old = leader.leading()
+            ahead_s = 60.0  # it does not know yet: nothing of it has run
+            with pytest.raises(NotLeader, match="could not renew its lease"):
+                leader.leading()
+            ahead_s = 0.0
+            assert leader.leading() is old
+
+    run_memory(scenario)
