@@ -67,6 +67,7 @@ class Daemon:
         self._directory = SocketDir(config)
         self._state = StateFile(self._directory.state_path)
         self._save_timer: asyncio.TimerHandle | None = None
+        self._unwritten = False  # the state file is older than what it tells of
         self._grpc: grpc.aio.Server | None = None
         self._page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -291,7 +292,20 @@ class Daemon:
         try:
             self._state.write(group.kept() for group in self._registry.groups.values())
         except OSError as error:
-            self._log.error("state.not_written", error=error.strerror)
+            if not self._unwritten:
+                self._log.error(
+                    "state.not_written",
+                    path=str(self._directory.state_path),
+                    error=error.strerror,
+                    remedy="make room; a daemon that starts now does not find what changed since",
+                )
+            self._unwritten = True
+            loop = asyncio.get_running_loop()
+            self._save_timer = loop.call_later(self._limits.save_again_s, self._save)
+        else:
+            if self._unwritten:
+                self._log.info("state.written", path=str(self._directory.state_path))
+            self._unwritten = False
 
     # ---- the end
 

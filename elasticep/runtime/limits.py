@@ -35,6 +35,7 @@ class Limits:
         controller_silence_s: a controller that says nothing for this long is left.
         poll_s: interval of looking at wait records.
         staged_poll_s: interval of looking whether a joiner's engine waits in step().
+        save_again_s: pause before a state file that could not be written is tried again.
         find_s: how long other nodes' daemons may take to say which experts they have.
         mover_stall_s: a mover that says nothing for this long is killed, and another one started.
         stop_s: how long a clean stop waits for workers to end and engines to let go.
@@ -57,6 +58,7 @@ class Limits:
     controller_silence_s: float = 5.0
     poll_s: float = 0.1
     staged_poll_s: float = 0.005
+    save_again_s: float = 1.0
     find_s: float = 0.5
     mover_stall_s: float = 3.0
     stop_s: float = 1.5

@@ -128,9 +128,9 @@ class NodeOrders:
                 group.stager.propose(message.proposal)
             case "fence":
                 fence = message.fence
-                self._group(fence.group).stager.expel(
-                    fence.rank, fence.incarnation, fence.epoch, fence.reason
-                )
+                known = self._registry.groups.get(fence.group)
+                if known is not None:  # else no seat was granted here that could hear of it
+                    known.stager.expel(fence.rank, fence.incarnation, fence.epoch, fence.reason)
             case "policies":
                 known = self._registry.groups.get(message.policies.group)
                 if known is not None:  # else it comes with the first grant

@@ -138,6 +138,27 @@ def test_a_state_file_that_cannot_be_read_only_costs_the_seats_it_told_of() -> N
         assert daemon.seat("g", 0).worker_pid not in (0, worker)
 
 
+def test_a_state_file_that_cannot_be_written_is_written_when_it_can_be() -> None:
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        lab.ready(0)
+        in_the_way = daemon.folder / "daemon.new"  # stands for a full disk
+        in_the_way.mkdir()
+        os.kill(daemon.seat("g", 0).worker_pid, signal.SIGKILL)
+        lab.ready(0, 2)  # nothing waits for the file
+        wait_for(lambda: daemon.events("state.not_written"), "somebody to be told")
+        in_the_way.rmdir()
+        wait_for(lambda: daemon.events("state.written"), "the file to be written")
+        assert len(daemon.events("state.not_written")) == 1
+        assert daemon.events("state.not_written")[0]["path"] == str(daemon.folder / "daemon.state")
+        worker = daemon.seat("g", 0).worker_pid
+        daemon.kill()
+        seats = hello_after_restart(lab, daemon)
+        assert seats[0].incarnation == 2
+        assert daemon.seat("g", 0).worker_pid == worker
+
+
 def test_orphans_leave_when_neither_daemon_nor_engine_is_there() -> None:
     with Lab() as lab:
         lab.create(small_config())

@@ -52,3 +52,12 @@ def test_progress_is_told_every_second_however_long_a_node_may_be_silent() -> No
 
     assert orders(60_000, 90_000).heartbeat_s() == 1.0
     assert orders(60_000, 1_500).heartbeat_s() == 0.5
+
+
+def test_a_fence_of_a_group_without_a_seat_here_is_no_error() -> None:
+    registry: Any = SimpleNamespace(keepers=list, offered={"g": (0,)}, groups={})
+    node: Any = SimpleNamespace(config=DaemonConfig(node="n", domain="d"))
+    unused: Any = None
+    orders = NodeOrders(node, registry, unused, Signal(), "session")
+    fence = controller_pb2.Fence(group="g", rank=1, incarnation=1, epoch=2, reason="it died")
+    orders.order(controller_pb2.ControllerMessage(fence=fence))  # every node of a group is told

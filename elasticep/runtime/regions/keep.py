@@ -80,10 +80,15 @@ class StateFile:
         """Replace the file. Raises `OSError`."""
         plain = {"version": VERSION, "groups": [_plain(group) for group in groups]}
         temporary = self._path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump(plain, stream, separators=(",", ":"))
-        temporary.replace(self._path)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as stream:
+                json.dump(plain, stream, separators=(",", ":"))
+            temporary.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def read(self) -> list[KeptGroup]:
         """What the last daemon left; [] when it left nothing.
