@@ -31,6 +31,18 @@ u64 available_bytes() {
   return kib * 1024;
 }
 
+// Files' pages that are charged to the cgroup and that the kernel lets go of when it needs room, such as a checkpoint's.
+u64 cgroup_cache_bytes() {
+  FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
+  if (!f) return 0;
+  char line[128];
+  u64 sum = 0, bytes = 0;
+  while (fgets(line, sizeof line, f))
+    if (sscanf(line, "inactive_file %llu", (unsigned long long*)&bytes) == 1 || sscanf(line, "active_file %llu", (unsigned long long*)&bytes) == 1) sum += bytes;
+  fclose(f);
+  return sum;
+}
+
 // The cgroup's limit counts too: memfd pages are charged to it. ~0 when there is none.
 u64 cgroup_room_bytes() {
   auto number = [](const char* path) {
@@ -42,7 +54,10 @@ u64 cgroup_room_bytes() {
     return value;
   };
   u64 limit = number("/sys/fs/cgroup/memory.max"), used = number("/sys/fs/cgroup/memory.current");
-  return limit == ~0ull || used == ~0ull ? ~0ull : limit > used ? limit - used : 0;
+  if (limit == ~0ull || used == ~0ull) return ~0ull;
+  const u64 cache = cgroup_cache_bytes();
+  used -= cache < used ? cache : used;
+  return limit > used ? limit - used : 0;
 }
 }  // namespace
 

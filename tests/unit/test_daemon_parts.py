@@ -200,6 +200,37 @@ def test_memory_that_is_short_names_both_numbers() -> None:
         region.create_memory("huge", 1 << 50)
 
 
+def test_a_checkpoint_in_the_page_cache_leaves_room_in_the_cgroup(tmp_path: Path) -> None:
+    """Its pages are charged to the cgroup, and given up when memory is reserved; others are not."""
+    script = """
+import sys
+from elasticep.errors import MemoryShort
+from elasticep.native import region
+for size in map(int, sys.argv[1:]):
+    try:
+        region.create_memory("room", size)
+        print("reserved")
+    except MemoryShort as error:
+        print(error)
+"""
+    stat = "anon 1\nfile 3\ninactive_file 60000000\nactive_file 30000000\nunevictable 9\n"
+    for name, text in (("max", "100000000"), ("current", "99000000"), ("stat", stat)):
+        (tmp_path / f"memory.{name}").write_text(text)
+    bound = f"mount --bind {tmp_path} /sys/fs/cgroup && exec "
+    asked = [sys.executable, "-c", script, "80000000", "95000000"]
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", bound + '"$@"', "sh", *asked],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "reserved" not in ran.stdout and "needs" not in ran.stdout:
+        pytest.skip(f"mounts of its own are not for this user: {ran.stderr.strip()[-200:]}")
+    first, second = ran.stdout.splitlines()
+    assert first == "reserved"
+    assert "needs 95000000 bytes and 91000000 are available" in second
+
+
 # ---- the state file
 
 
