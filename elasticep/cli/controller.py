@@ -33,7 +33,13 @@ def _with_flags(command: click.Command) -> click.Command:
 @click.command("controller")
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="TOML file, [controller].")
 @click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
-@click.option("--log-level", default="info", show_default=True, help="Least level written.")
+@click.option(
+    "--log-level",
+    envvar="ELASTICEP_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="Least level written.",
+)
 def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> None:
     """Run a controller replica: one of them leads, the others stand by.
 

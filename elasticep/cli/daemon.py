@@ -47,7 +47,13 @@ def _with_flags(command: click.Command) -> click.Command:
     "--engine-grace-s", type=float, help="A fenced engine that holds on this long is killed."
 )
 @click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
-@click.option("--log-level", default="info", show_default=True, help="Least level written.")
+@click.option(
+    "--log-level",
+    envvar="ELASTICEP_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="Least level written.",
+)
 def command(
     file: str | None,
     orphan_after_s: float | None,

@@ -8,7 +8,7 @@ import click
 
 from elasticep.demo.display import choose_display
 from elasticep.demo.scenario import Scenario
-from elasticep.demo.settings import DemoSettings, Kill, Restore
+from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
 
 
 def _stop(number: int, _: object) -> None:
@@ -25,12 +25,17 @@ def _stop(number: int, _: object) -> None:
     show_default=True,
     help="kill; rejoin: the killed rank comes back; scale: two ranks more, then three fewer; "
     "drain: a rank is taken out of service; lost-expert: nobody else has what the killed rank had; "
-    "rebalance: experts move by their load.",
+    "rebalance: experts move by their load; with --kill something dies in the middle of that.",
 )
 @click.option(
     "--kill",
     type=click.Choice([kill.value for kill in Kill]),
-    help="What is killed with SIGKILL.  [default: worker; none in scale and drain]",
+    help="What is killed with SIGKILL.  [default: worker; none in scale, drain and rebalance]",
+)
+@click.option(
+    "--victim",
+    type=click.Choice([side.value for side in Side]),
+    help="In rebalance with --kill: the end of a copy under way that is killed.  [default: source]",
 )
 @click.option(
     "--restore",
@@ -41,7 +46,7 @@ def _stop(number: int, _: object) -> None:
 @click.option(
     "--tokens",
     type=int,
-    help="Tokens to answer to each request.  [default: 40; 160 in rebalance]",
+    help="Tokens to answer to each request.  [default: 40; in rebalance 160, 300 with --kill]",
 )
 @click.option("--seed", default=13, show_default=True, help="Of the model's weights.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
@@ -51,6 +56,7 @@ def command(
     nodes: int | None,
     scenario: str,
     kill: str | None,
+    victim: str | None,
     restore: str | None,
     at: int | None,
     tokens: int | None,
@@ -67,15 +73,21 @@ def command(
     wanted: list[Restore | None] = [None if restore is None else Restore(restore)]
     if restore is None and Scenario(scenario) is Scenario.LOST_EXPERT:
         wanted = list(Restore)
+    chosen = Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE))
+    moving = Scenario(scenario) is Scenario.REBALANCE
+    if victim is None and moving and chosen is not Kill.NONE:
+        victim = Side.SOURCE
+    longer = 160 if chosen is Kill.NONE else 300
     runs = [
         DemoSettings(
             ranks=ranks,
             nodes=min(2, ranks) if nodes is None else nodes,
             scenario=Scenario(scenario),
-            kill=Kill(kill or (Kill.WORKER if Scenario(scenario).kills else Kill.NONE)),
+            kill=chosen,
             restore=one,
+            side=None if victim is None else Side(victim),
             at=at,
-            tokens=tokens or (160 if Scenario(scenario) is Scenario.REBALANCE else 40),
+            tokens=tokens or (longer if moving else 40),
             seed=seed,
             timeout_s=timeout,
         )

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import Any, Final
 
-from elasticep.demo.settings import DemoSettings
+from elasticep.demo.migration import RATE
+from elasticep.demo.settings import DemoSettings, Kill
 from elasticep.errors import Unavailable
 from elasticep.testing.cluster import daemon_name
 
@@ -20,8 +21,12 @@ _TIMES_LONGEST: Final = 1.5  # or, on a machine where some steps take long anyho
 
 
 def environment(settings: DemoSettings) -> dict[str, dict[str, str]]:
-    """Variables of the daemons: loads are told often, for a run is short."""
+    """Variables of the daemons: loads are told often, for a run is short. If something is to be
+    killed while experts move, they move slowly, and every copy is told.
+    """
     more = {"ELASTICEP_DAEMON_LOAD_INTERVAL_MS": "100"}
+    if settings.kill is not Kill.NONE:
+        more |= {"ELASTICEP_DAEMON_WEIGHTS_RATE": str(RATE), "ELASTICEP_LOG_LEVEL": "debug"}
     return {daemon_name(node): more for node in range(settings.nodes)}
 
 
@@ -47,9 +52,12 @@ class Balance:
         self._moving_ms: list[float] = []
         self._still_ms: list[float] = []  # while the command starts, and afterwards
         self._after = 0
+        self._killed_ns = 0  # a member was
+        self._recovery_ms: dict[int, float] = {}
         self._plan: dict[str, Any] = {}
         self._result: dict[str, Any] = {}
         self._measured = 0.0
+        self._unfinished = 0
 
     # ---- what the demo's parent does
 
@@ -67,7 +75,9 @@ class Balance:
         if before_ns is None:
             return
         took_ms = (at_ns - before_ns) / _NS_PER_MS
-        if self._phase is _Phase.BEFORE:
+        if before_ns <= self._killed_ns < at_ns:
+            self._recovery_ms[rank] = took_ms  # no wait for weights that move, but the recovery
+        elif self._phase is _Phase.BEFORE:
             self._usual_ms = [*self._usual_ms[1 - _STEPS_BEFORE * len(self._last_ns) :], took_ms]
         elif self._phase is _Phase.MOVING:
             self._moving_ms.append(took_ms)
@@ -75,8 +85,17 @@ class Balance:
             self._still_ms.append(took_ms)
             self._after += self._phase is _Phase.AFTER
 
-    def look(self, group: str) -> bool:
+    def member_killed(self, rank: int, at_ns: int) -> None:
+        """A rank was killed: the step that is open on the others is not judged."""
+        self._killed_ns = at_ns
+        self._last_ns.pop(rank, None)
+
+    def look(self, group: str, unfinished: int) -> bool:
         """Whether it is done and measured; to be called again until it is.
+
+        Args:
+            group: the group.
+            unfinished: requests that are still answered.
 
         Raises:
             Unavailable: a command failed.
@@ -90,6 +109,7 @@ class Balance:
             if process.poll() is None:
                 return False
             self._said += process.stdout.read() or b""
+            self._unfinished = unfinished
             self._ended(process)
         elif self._phase is _Phase.AFTER and self._after >= _STEPS_AFTER * len(self._last_ns):
             self._phase = _Phase.MEASURING
@@ -117,10 +137,12 @@ class Balance:
             "move_bytes": self._result.get("move_bytes"),
             "views": self._plan.get("stages"),
             "done": self._result.get("done", False),
+            "requests_unfinished": self._unfinished,
             "step_ms_usual": round(statistics.median(self._usual_ms or [0.0]), 3),
             "step_ms_median": round(median, 3),
             "step_ms_longest": round(longest, 3),
             "step_ms_limit": round(self.limit_ms, 3),
+            "step_ms_recovery": round(max(self._recovery_ms.values(), default=0.0), 3),
             "steps_watched": len(self._moving_ms),
             "steps_waited": not self._moving_ms or longest > self.limit_ms,
         }

@@ -18,9 +18,17 @@ from elasticep.demo.drain import Drain
 from elasticep.demo.journal import Assignment, Journal
 from elasticep.demo.judging import Facts, judge
 from elasticep.demo.measure import KillWatch
+from elasticep.demo.migration import Migration
 from elasticep.demo.report import Report
 from elasticep.demo.scenario import Scenario, script
-from elasticep.demo.settings import GROUP, REQUESTS_PER_RANK, DemoSettings, Kill, Restore
+from elasticep.demo.settings import (
+    GROUP,
+    REQUESTS_PER_RANK,
+    DemoSettings,
+    Kill,
+    Restore,
+    Side,
+)
 from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
 from elasticep.errors import Unavailable
@@ -73,14 +81,12 @@ class Demo:
         self._balance = balance.Balance()
         self.victim, self.ranks = settings.victim, settings.ranks
         idle = settings.scenario.kills and settings.kill is Kill.NONE
-        self._script = None if idle else script(settings.scenario, self)
+        kills = settings.kill is not Kill.NONE
+        self._script = None if idle else script(settings.scenario, self, kill=kills)
+        self._migration = Migration(self._cluster, settings)
         self._recovery_told = False
         self._restarted = False
         self._facts = Facts()
-        self._killed_unit = {
-            Kill.DAEMON: daemon_name(self._cluster.node_of(settings.victim)),
-            Kill.CONTROLLER: CONTROLLER,
-        }.get(settings.kill, "")
 
     def run(self) -> Report:
         """Run it from start to end.
@@ -278,6 +284,13 @@ class Demo:
         self._display.event(self._drain.ask(self._controller, GROUP, ranks))
 
     @property
+    def _killed_unit(self) -> str:
+        """The part of the cluster that is killed, if it is one."""
+        daemon = daemon_name(self._cluster.node_of(self.victim))
+        units = {Kill.DAEMON: daemon, Kill.CONTROLLER: CONTROLLER}
+        return units.get(self._settings.kill, "")
+
+    @property
     def _controller(self) -> str:
         return f"unix://{self._cluster.folder}/controller.sock"
 
@@ -285,9 +298,17 @@ class Demo:
         """Ask the controller to move experts by their load, as an operator would."""
         self._display.event(self._balance.ask(self._controller, GROUP))
 
+    def moving(self) -> bool:
+        """Whether experts move, and a victim was found in the middle of it."""
+        flight = self._migration.flight if self._migration.look() else None
+        if flight is None:
+            return False
+        self.victim = flight.source if self._settings.side is Side.SOURCE else flight.target
+        return True
+
     def rebalanced(self) -> bool:
         """Whether that is done, and the load since was looked at."""
-        done = self._balance.look(GROUP)
+        done = self._balance.look(GROUP, self._journal.lost)
         if done:
             self._display.event(self._balance.told)
         return done
@@ -298,11 +319,12 @@ class Demo:
 
     def kill(self) -> None:
         """Kill what was asked for."""
-        s, victim = self._settings, self._settings.victim
-        engine, step = self._engines[victim], self._inside[victim]
+        s, victim = self._settings, self.victim
+        engine, step = self._engines[victim], self._lines[victim].step + 1
         losing = s.kill.costs_a_rank
         survivors = frozenset(rank for rank in self._lines if not losing or rank != victim)
         after_epoch = self._lines[victim].epoch if losing else None
+        self._migration.kill()
         at_ns = time.monotonic_ns()
         match s.kill:
             case Kill.ENGINE:
@@ -313,12 +335,15 @@ class Demo:
             case _:
                 self._cluster.kill(self._killed_unit)
         self._watch = KillWatch(at_ns, survivors, after_epoch)
-        self._display.event(f"KILL -9: {self._victim_name()}, in the middle of step {step}")
+        if losing:
+            self._balance.member_killed(victim, at_ns)
+        told = self._migration.told or f"in the middle of step {step}"
+        self._display.event(f"KILL -9: {self._victim_name()}, {told}")
 
     def _victim_name(self) -> str:
         match self._settings.kill:
             case Kill.WORKER | Kill.ENGINE:
-                return f"{self._settings.kill} of rank {self._settings.victim}"
+                return f"{self._settings.kill} of rank {self.victim}"
             case Kill.NONE:
                 return "nothing"
         return self._killed_unit
@@ -381,6 +406,8 @@ class Demo:
             details["restored"] = weights.restored(self._cluster, self._facts.epochs)
         if s.scenario is Scenario.REBALANCE:
             details["rebalance"] = self._balance.details()
+        if s.side is not None:
+            details["migration"] = self._migration.details(self._facts.epochs)
         facts, ranks = self._facts, frozenset(self._lines)
         return judge(
             s, self._model, self._journal, facts, self._watch, ranks, self._display, details

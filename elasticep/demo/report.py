@@ -38,8 +38,18 @@ class Report:
     @property
     def good(self) -> bool:
         """Whether nothing was lost, nothing was wrong, and no step waited for weights."""
-        waited = self.details.get("rebalance", {}).get("steps_waited", False)
-        return self.tokens_identical and self.requests_lost == 0 and not waited
+        moved = self.details.get("rebalance", {})
+        whole = self.tokens_identical and self.requests_lost == 0
+        return whole and not moved.get("steps_waited", False) and self._hit
+
+    @property
+    def _hit(self) -> bool:
+        """Whether a kill that was to hit a migration did, and it went on while requests ran."""
+        killed = self.details.get("migration")
+        if killed is None:
+            return True
+        moved = self.details["rebalance"]
+        return bool(killed["in_flight"] and moved["done"] and moved["requests_unfinished"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -54,6 +64,7 @@ class Report:
             ("recovery", _ms(self.recover_ms, "-")),
             *self._restored(),
             *self._rebalanced(),
+            *self._killed_moving(),
             ("steps repeated", str(self.steps_repeated)),
             ("requests lost", str(self.requests_lost)),
             ("tokens", str(self.tokens_total)),
@@ -88,6 +99,24 @@ class Report:
             ("imbalance", f"{before:.3f} -> {after:.3f} (planned {planned:.3f})"),
             ("experts copied", f"{figures['moves']} in {figures['views']} views"),
             ("steps meanwhile", steps),
+        ]
+
+    def _killed_moving(self) -> list[tuple[str, str]]:
+        killed = self.details.get("migration")
+        if killed is None:
+            return []
+        if not killed["in_flight"]:
+            return [("killed in mid-migration", "NO: no copy was under way; try again")]
+        went_on = "yes" if self.details["rebalance"]["done"] else "NO"
+        after = ", ".join(f"{count} from {kind}" for kind, count in killed["copied_after"].items())
+        flight = (
+            f"layer {killed['layer']} expert {killed['expert']} on its way from rank "
+            f"{killed['source']} to {killed['target']}"
+        )
+        made = f"{killed['copies_made']} of {killed['copies_asked']} copies made"
+        return [
+            ("killed in mid-migration", f"yes: {made}, {flight}"),
+            ("rebalance went on", f"{went_on}; copied since: {after or 'none'}"),
         ]
 
     def _restored(self) -> list[tuple[str, str]]:

@@ -65,12 +65,15 @@ class Stage(Protocol):
     def rebalance(self) -> None:
         """Ask the controller to move experts by their load."""
 
+    def moving(self) -> bool:
+        """Whether experts move and something is to be killed in the middle of it."""
+
     def rebalanced(self) -> bool:
         """Whether that is done, and the load since was looked at."""
 
 
-def script(scenario: Scenario, stage: Stage) -> Script:
-    """The script of a scenario."""
+def script(scenario: Scenario, stage: Stage, *, kill: bool = True) -> Script:
+    """The script of a scenario; in a rebalance something may be killed, or not."""
     match scenario:
         case Scenario.KILL:
             return _kill(stage)
@@ -83,7 +86,7 @@ def script(scenario: Scenario, stage: Stage) -> Script:
         case Scenario.LOST_EXPERT:
             return _lost(stage)
         case Scenario.REBALANCE:
-            return _rebalance(stage)
+            return _rebalance(stage, kill=kill)
 
 
 def _kill(stage: Stage) -> Script:
@@ -125,10 +128,16 @@ def _open(stage: Stage, ranks: Sequence[int]) -> Script:
         yield
 
 
-def _rebalance(stage: Stage) -> Script:
+def _rebalance(stage: Stage, *, kill: bool) -> Script:
     while not stage.reached():
         yield
     stage.rebalance()
+    if kill:
+        while not stage.moving():
+            yield
+        stage.kill()
+        while not stage.recovered():
+            yield
     while not stage.rebalanced():
         yield
 

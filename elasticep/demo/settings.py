@@ -20,6 +20,7 @@ ROWS: Final = 4
 REQUESTS_PER_RANK: Final = 3  # one row stays free for a request that is taken over
 MAX_RANKS: Final = 32
 _MOVING_TOKENS: Final = 100
+_MOVING_RANKS: Final = 3
 _ONE_COPY: Final = (Scenario.LOST_EXPERT, Scenario.REBALANCE)
 
 
@@ -36,6 +37,13 @@ class Kill(enum.StrEnum):
     def costs_a_rank(self) -> bool:
         """Whether the group loses a member by it."""
         return self in (Kill.WORKER, Kill.ENGINE)
+
+
+class Side(enum.StrEnum):
+    """Which end of a copy is killed while experts move."""
+
+    SOURCE = "source"
+    TARGET = "target"
 
 
 class Restore(enum.StrEnum):
@@ -78,6 +86,7 @@ class DemoSettings:
         scenario: what happens.
         kill: what is killed.
         restore: in scenario lost-expert, where its experts come from.
+        side: in scenario rebalance with a kill, which end of a copy under way it hits.
         at: step at which it happens; None: in the middle of the answers.
         tokens: tokens to answer to each request.
         seed: of the model's weights.
@@ -89,6 +98,7 @@ class DemoSettings:
     scenario: Scenario = Scenario.KILL
     kill: Kill = Kill.WORKER
     restore: Restore | None = None
+    side: Side | None = None
     at: int | None = None
     tokens: int = 40
     seed: int = 13
@@ -107,20 +117,7 @@ class DemoSettings:
                 f"--kill {self.kill} with one rank leaves nobody to take its requests over; "
                 "use --ranks 2 or more"
             )
-        if self.scenario.kills is (self.kill is Kill.NONE) and self.scenario is not Scenario.KILL:
-            raise ConfigError(
-                f"--scenario {self.scenario} with --kill {self.kill}: "
-                + (
-                    f"{self.scenario} needs a worker or an engine that is killed"
-                    if self.scenario.kills
-                    else "nothing is killed in it; leave --kill away"
-                )
-            )
-        if self.scenario.needs_death and not self.kill.costs_a_rank:
-            raise ConfigError(
-                f"--scenario {self.scenario} with --kill {self.kill}: no rank is lost by it; "
-                "use --kill worker or engine"
-            )
+        self._check_kill()
         if (self.scenario is Scenario.LOST_EXPERT) is (self.restore is None):
             raise ConfigError("--restore is for --scenario lost-expert, which needs it")
         if self.scenario is Scenario.REBALANCE and self.tokens < _MOVING_TOKENS:
@@ -139,6 +136,52 @@ class DemoSettings:
             raise ConfigError(
                 f"--at is {self.at}; the answers take {self.steps_needed} steps, so use 1 to "
                 f"{self.steps_needed - 1}, or more --tokens"
+            )
+
+    def _check_kill(self) -> None:
+        if self.scenario is Scenario.REBALANCE:
+            self._check_kill_while_moving()
+            return
+        if self.side is not None:
+            raise ConfigError(
+                f"--victim {self.side} is for a kill while experts move; use --scenario rebalance "
+                "with --kill worker, engine or daemon, or leave --victim away"
+            )
+        if self.scenario.kills is (self.kill is Kill.NONE) and self.scenario is not Scenario.KILL:
+            raise ConfigError(
+                f"--scenario {self.scenario} with --kill {self.kill}: "
+                + (
+                    f"{self.scenario} needs a worker or an engine that is killed"
+                    if self.scenario.kills
+                    else "nothing is killed in it; leave --kill away"
+                )
+            )
+        if self.scenario.needs_death and not self.kill.costs_a_rank:
+            raise ConfigError(
+                f"--scenario {self.scenario} with --kill {self.kill}: no rank is lost by it; "
+                "use --kill worker or engine"
+            )
+
+    def _check_kill_while_moving(self) -> None:
+        if self.kill is Kill.CONTROLLER:
+            raise ConfigError(
+                "--scenario rebalance with --kill controller: it takes no part in a copy; use "
+                "--kill worker, engine or daemon"
+            )
+        if (self.side is None) is not (self.kill is Kill.NONE):
+            raise ConfigError(
+                f"--scenario rebalance with --kill {self.kill}: "
+                + (
+                    "name the end of a copy that is killed, --victim source or target"
+                    if self.side is None
+                    else f"there is no victim; leave --victim {self.side} away"
+                )
+            )
+        if self.kill.costs_a_rank and self.ranks < _MOVING_RANKS:
+            raise ConfigError(
+                f"--scenario rebalance with --kill {self.kill} leaves {self.ranks - 1} of "
+                f"{self.ranks} ranks, among which nothing can move; use --ranks {_MOVING_RANKS} "
+                "or more"
             )
 
     @property

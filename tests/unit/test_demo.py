@@ -17,7 +17,7 @@ from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.prompts import prompts
 from elasticep.demo.report import Report
 from elasticep.demo.scenario import Scenario, script
-from elasticep.demo.settings import DemoSettings, Kill, Restore
+from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
 from elasticep.demo.wire import assignment_fields, assignment_from, pipe
 from elasticep.errors import ConfigError, UsageError
 
@@ -287,6 +287,7 @@ class StageDouble:
         self.log: list[str] = []
         self.now = False
         self.whole = True
+        self.middle = False
 
     def reached(self) -> bool:
         return self.now
@@ -315,6 +316,9 @@ class StageDouble:
     def rebalance(self) -> None:
         self.log.append("rebalance")
 
+    def moving(self) -> bool:
+        return self.middle
+
     def rebalanced(self) -> bool:
         return self.now
 
@@ -332,12 +336,24 @@ class StageDouble:
 )
 def test_scripts_wait_for_decoding_and_do_their_part(scenario: Scenario, log: list[str]) -> None:
     stage = StageDouble()
-    running = script(scenario, stage)
+    running = script(scenario, stage, kill=False)
     next(running)
     assert stage.log == []
     stage.now = True
     assert list(running) == []
     assert stage.log == log
+
+
+def test_a_kill_in_a_rebalance_waits_until_experts_are_on_their_way() -> None:
+    stage = StageDouble()
+    running = script(Scenario.REBALANCE, stage)
+    stage.now = True
+    for _ in range(3):
+        next(running)
+    assert stage.log == ["rebalance"]
+    stage.middle = True
+    assert list(running) == []
+    assert stage.log == ["rebalance", "kill"]
 
 
 def test_experts_are_lost_only_when_they_can_be_restored() -> None:
@@ -374,7 +390,20 @@ def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None
         ({"scenario": Scenario.REJOIN, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT}, "--restore"),
-        ({"scenario": Scenario.REBALANCE}, "nothing is killed in it"),
+        ({"scenario": Scenario.REBALANCE, "tokens": 200}, "--victim source or target"),
+        (
+            {"scenario": Scenario.REBALANCE, "kill": Kill.NONE, "side": Side.SOURCE},
+            "there is no victim; leave --victim source away",
+        ),
+        (
+            {"scenario": Scenario.REBALANCE, "kill": Kill.CONTROLLER, "side": Side.TARGET},
+            "takes no part in a copy; use --kill worker, engine or daemon",
+        ),
+        (
+            {"scenario": Scenario.REBALANCE, "side": Side.TARGET, "ranks": 2, "tokens": 200},
+            "among which nothing can move; use --ranks 3 or more",
+        ),
+        ({"side": Side.TARGET}, "use --scenario rebalance with --kill worker"),
         ({"scenario": Scenario.REBALANCE, "kill": Kill.NONE}, "use 100 or more"),
         ({"restore": Restore.DISK}, "--restore"),
         (

@@ -55,6 +55,57 @@ def test_what_the_command_costs_as_it_starts_is_no_wait() -> None:
     assert figures([10.0] * 20, [70.0], asked=[40.0])["steps_waited"] is True
 
 
+def test_the_step_that_a_kill_tears_is_the_recovery_and_no_wait_for_weights() -> None:
+    balance = Balance()
+    for at_ms in range(10, 210, 10):
+        for rank in (0, 1, 2):
+            balance.step(rank, at_ms * 1_000_000)
+    balance._phase = _Phase.MOVING
+    balance.member_killed(2, 205_000_000)
+    for at_ms in (500, 512, 523):
+        for rank in (0, 1):
+            balance.step(rank, at_ms * 1_000_000)
+    found = balance.details()
+    assert found["step_ms_recovery"] == 300.0
+    assert found["step_ms_longest"] == 12.0
+    assert found["steps_watched"] == 4
+    assert not found["steps_waited"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "good"),
+    [
+        ({}, True),
+        ({"in_flight": False}, False),
+        ({"done": False}, False),
+        ({"requests_unfinished": 0}, False),
+    ],
+)
+def test_a_kill_that_was_to_hit_a_migration_has_to(wrong: dict[str, Any], good: bool) -> None:
+    moved = figures([10.0] * 20, [12.0]) | {"done": True, "requests_unfinished": 3}
+    moved |= {"imbalance_before": 1.9, "imbalance_planned": 1.0, "imbalance_after": 1.1}
+    killed = {"in_flight": True, "copies_made": 2, "copies_asked": 9, "copied_after": {}}
+    killed |= {"layer": 1, "expert": 5, "source": 0, "target": 2}
+    for key, value in wrong.items():
+        (killed if key in killed else moved)[key] = value
+    report = Report(
+        ranks=3,
+        nodes=1,
+        killed="worker",
+        detect_ms=1.0,
+        recover_ms=2.0,
+        steps_repeated=1,
+        tokens_total=1,
+        tokens_identical=True,
+        requests_lost=0,
+        epochs=[1, 3],
+        details={"rebalance": moved, "migration": killed},
+    )
+    assert report.good is good
+    told = dict(report.rows())["killed in mid-migration"]
+    assert told.startswith("NO" if "in_flight" in wrong else "yes: 2 of 9 copies made, layer 1")
+
+
 @pytest.mark.parametrize("waited", [True, False])
 def test_a_run_whose_steps_waited_for_weights_is_not_good(waited: bool) -> None:
     found = figures([10.0] * 20, [40.0 if waited else 12.0])

@@ -333,6 +333,8 @@ class MoverDriver:
         match message:
             case Started():
                 self._active = message.job
+                if (entry := self._running.get(message.job)) is not None:
+                    self._tell("weights.copying", entry)
             case Moved():
                 entry = self._running.get(message.job)
                 if entry is not None:
@@ -363,6 +365,7 @@ class MoverDriver:
         if ended.failure:
             self._fail(entry, CopyFailed(Failure(ended.failure), ended.text[:MAX_TEXT]))
             return
+        self._tell("weights.copied", entry)
         checksum = bytes.fromhex(ended.checksum)
         copy, others = entry.copy, (*self._waiting.values(), *self._running.values())
         last = all(other.place != entry.place for other in others)  # else the next one has it
@@ -370,6 +373,17 @@ class MoverDriver:
             entry.memory.note(copy.layer, copy.slot, copy.expert, checksum)
         if not entry.future.done():
             entry.future.set_result(checksum)
+
+    def _tell(self, event: str, entry: _Job) -> None:
+        copy = entry.copy
+        self._log.debug(
+            event,
+            into=entry.memory.name,
+            layer=copy.layer,
+            expert=copy.expert,
+            source=str(copy.source),
+            kind=copy.source.kind.value,
+        )
 
     def _fail(self, entry: _Job, error: CopyFailed) -> None:
         if error.failure is not Failure.CANCELLED:

@@ -269,6 +269,7 @@ class Supply:
     def _failed(self, target: Target, source: Source, error: CopyFailed) -> None:
         self._log.warning(
             "weights.source_failed",
+            into=target.memory.name,
             layer=target.layer,
             expert=target.expert,
             source=str(source),
