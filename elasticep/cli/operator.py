@@ -10,6 +10,8 @@ from elasticep.config import TlsConfig
 from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
 
 if TYPE_CHECKING:
+    import grpc.aio
+
     from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
 
 DEFAULT_CONTROLLER = "127.0.0.1:7400"
@@ -69,7 +71,7 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
     import grpc.aio
 
     from elasticep.proto.controller_pb2_grpc import ControllerServiceStub
-    from elasticep.rpc import open_channel, typed_error
+    from elasticep.rpc import open_channel
 
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
@@ -80,7 +82,7 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
                 async with open_channel(address, tls) as channel:
                     return await call(ControllerServiceStub(channel), max(0.1, left_s))
             except grpc.aio.AioRpcError as error:
-                heard[address] = typed_error(error, "the call")
+                heard[address] = _said(error)
                 if not isinstance(heard[address], (NotLeader, Unavailable)):
                     raise heard[address] from None
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -89,7 +91,22 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
             break  # nobody of ours is there: waiting would not help
         await asyncio.sleep(0.1)
     told = "; ".join(f"{address}: {error}" for address, error in heard.items())
+    if any(isinstance(error, NotLeader) for error in heard.values()):
+        raise Unavailable(
+            f"no controller leads within {timeout_s:g} s ({told}); name all of them with "
+            "--controllers, and see their logs: does etcd answer them?"
+        )
     raise Unavailable(f"no controller answered ({told}); is `elasticep controller` running?")
+
+
+def _said(error: "grpc.aio.AioRpcError") -> ElasticEPError:
+    """The error that a call ended with; of one that nobody took, the kernel's word alone."""
+    from elasticep.rpc import typed_error
+
+    details = error.details() or ""
+    if details.startswith("failed to connect"):
+        return Unavailable(details.rpartition("connect: ")[2] or details)
+    return typed_error(error, "the call")
 
 
 def parse_ranks(text: str) -> list[int]:

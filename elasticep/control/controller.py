@@ -70,6 +70,7 @@ class Controller:
         self.log: FilteringBoundLogger = log if log is not None else structlog.get_logger()
         self.metrics = metrics or ControllerMetrics()
         self.address = ""  # what it listens on, once it does
+        self._listening = False
         self.term: Term | None = None
         self._store = store if store is not None else open_store(config)
         self._election: Election | None = None
@@ -174,6 +175,7 @@ class Controller:
         advertised = config.advertise or self.address
         if config.tls.enabled and not config.advertise and is_loopback(advertised):
             self.log.warning("controller.advertises_loopback", address=advertised)
+        self._listening = True
         self.log.info("controller.listening", address=self.address, name=self.name)
 
     def _serve_metrics(self) -> None:
@@ -249,11 +251,12 @@ class Controller:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
         await self._store.close()
-        if self.config.listen.startswith("unix:"):
+        if self._server is not None and self.config.listen.startswith("unix:"):
             path = self.config.listen.removeprefix("unix:").removeprefix("//")
             with suppress(OSError):
                 Path(path).unlink()
-        self.log.info("controller.stopped")
+        if self._listening:  # else the error says it all
+            self.log.info("controller.stopped")
 
 
 def _clear_socket(path: str) -> None:
@@ -264,7 +267,8 @@ def _clear_socket(path: str) -> None:
         except FileNotFoundError:
             return
         except OSError:
-            with suppress(OSError):
-                Path(path).unlink()
-            return
+            if Path(path).is_socket():
+                with suppress(OSError):
+                    Path(path).unlink()
+            return  # any other file is somebody's, and listening fails with the kernel's reason
     raise ConfigError(f"another process listens on {path}; stop it, or set controller.listen")

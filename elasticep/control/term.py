@@ -157,6 +157,7 @@ class Term:
     def open(self, session: NodeSession, seats: Iterable[tuple[str, SeatReport]]) -> None:
         """A node said hello; `ConfigError` when there is no room for it, or it is a namesake."""
         self.cluster.check_node(session.endpoint, self.now_ms())
+        seats = list(seats)
         old = self._sessions.get(session.node)
         if old is not None:
             old.close(Unavailable(f"node {session.node} opened another session"))
@@ -172,6 +173,10 @@ class Term:
         now_ms = self.now_ms()
         self._guarded(lambda: self.cluster.hello(endpoint, session.session_id, seats, now_ms))
         self._log.info("node.connected", node=session.node, session=session.session_id)
+        alive = {group for group, report in seats if report.incarnation}
+        for group in sorted(alive.difference(self.cluster.groups)):
+            # Its ranks go on in the view that they have; the store was emptied, or is another one.
+            self._log.error("group.unknown", group=group, node=session.node)
 
     def closed(self, session: NodeSession, why: str) -> None:
         """A node's stream is over."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -133,6 +134,25 @@ def test_a_second_daemon_of_the_same_name_does_not_take_the_first_ones_ranks(
                 await nodes.until(lambda: second.sessions == 1)
             finally:
                 await second.stop()
+
+    run_memory(scenario)
+
+
+def test_nodes_that_serve_a_group_which_the_store_does_not_know_are_told_of(
+    run_memory: Run,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            away = FakeNode("z", [FakeSeat("lost", 0, incarnation=2)], [controller.address])
+            new = FakeNode("y", [FakeSeat("later", 0)], [controller.address])
+            with structlog.testing.capture_logs() as logs:
+                for node in (away, new):
+                    node.start()
+                await nodes.until(lambda: away.connected and new.connected)
+                for node in (away, new):
+                    await node.stop()
+            told = [(e["group"], e["node"]) for e in logs if e["event"] == "group.unknown"]
+            assert told == [("lost", "z")]
 
     run_memory(scenario)
 

@@ -1,9 +1,17 @@
 """The command line as a whole: what every command has in common."""
 
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
 import pytest
 from click.testing import CliRunner
 
 from elasticep.cli.main import cli
+from elasticep.errors import NotLeader, Unavailable
+from elasticep.proto import controller_pb2_grpc
+from elasticep.rpc import DETAILS_KEY, status_of
 
 OPERATORS = ("status", "drain g 0", "undrain g 0", "policy g", "rebalance g", "group show")
 
@@ -26,3 +34,33 @@ def test_a_time_limit_that_leaves_no_time_is_refused(line: str, seconds: str) ->
     code, text = run(f"{line} --timeout {seconds}")
     assert code == 2
     assert "Invalid value for '--timeout'" in text
+
+
+class Standby(controller_pb2_grpc.ControllerServiceServicer):
+    """A controller that cannot lead, because its etcd is away, say."""
+
+    def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
+        code, status = status_of(NotLeader("this controller does not lead; nobody leads now"))
+        context.set_trailing_metadata(((DETAILS_KEY, status),))
+        context.abort(code, "this controller does not lead; nobody leads now")
+
+
+@pytest.fixture
+def standby() -> Iterator[str]:
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(Standby(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+def test_controllers_that_are_there_and_do_not_lead_are_told_from_none(standby: str) -> None:
+    line = f"status --timeout 0.5 --controllers {standby},127.0.0.1:1"
+    error = CliRunner().invoke(cli, line.split()).exception
+    assert isinstance(error, Unavailable)
+    assert f"no controller leads within 0.5 s ({standby}: this controller does not" in str(error)
+    assert "127.0.0.1:1: Connection refused (111)" in str(error)
+    assert "does etcd answer them?" in str(error)
+    assert "running" not in str(error)
