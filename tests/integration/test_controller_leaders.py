@@ -11,7 +11,7 @@ from elasticep.control.store import Delete, KeyValue, MemoryStore
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.proto import controller_pb2
 from elasticep.rpc import error_info
-from elasticep.testing.controllers import Bench, Run, client, cluster, formed, until
+from elasticep.testing.controllers import CALL_S, Bench, Run, client, cluster, formed, until
 
 
 def test_a_restarted_controller_goes_on_in_the_middle_of_a_view_change(run: Run) -> None:
@@ -70,7 +70,7 @@ def test_a_standby_names_the_leader_and_takes_over_when_it_goes(run: Run) -> Non
         async with client(second.address) as stub:
             request = controller_pb2.GetClusterRequest()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetCluster(request, timeout=5)
+                await stub.GetCluster(request, timeout=CALL_S)
         info = error_info(caught.value)
         assert info is not None
         assert (info.reason, info.metadata["leader"]) == ("NOT_LEADER", first.address)
