@@ -13,6 +13,7 @@ from elasticep.bench import acceptance
 from elasticep.bench.acceptance import Batch, batches_of, junit, lines_of, run, sanitized
 from elasticep.bench.acceptance_report import GOALS, checks, goals, kills
 
+pytestmark = pytest.mark.timeout(180)  # processes are started
 ROOT = Path(__file__).parents[2]
 JUNIT = "<testsuites><testsuite>{}</testsuite></testsuites>"
 PASSED, SKIPPED = '<testcase name="a"/>', '<testcase name="b"><skipped/></testcase>'

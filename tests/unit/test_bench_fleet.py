@@ -13,6 +13,7 @@ from elasticep.bench.fleet_cuda_pool import FleetPool, left_over
 from elasticep.bench.recovery_cuda import group
 from elasticep.errors import NativeError
 
+pytestmark = pytest.mark.timeout(180)  # processes are started
 FAKES = "tests.unit.fleet_fakes"
 
 
