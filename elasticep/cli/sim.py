@@ -69,8 +69,10 @@ def _scenarios(first: Scenario, schedules: int, days: float, shapes: bool) -> It
               help="Per episode.")  # fmt: skip
 @click.option("--episodes", default=1, show_default=True, type=click.IntRange(1, 100_000))
 @click.option("--schedules", default=100, show_default=True, type=click.IntRange(1))
-@click.option("--days", default=0.0, help="Simulated days, quiet times jumped over, instead.")
-@click.option("--years", default=0.0, help="Simulated years, instead.")
+@click.option("--days", default=0.0, type=click.FloatRange(0, 36_500),
+              help="Simulated days, quiet times jumped over, instead.")  # fmt: skip
+@click.option("--years", default=0.0, type=click.FloatRange(0, 100),
+              help="Simulated years, instead.")  # fmt: skip
 @click.option("--kinds", default="", help="Kinds of faults that are drawn, with commas; all.")
 @click.option("--only", default=None, help="Indices of the faults that happen ('-': none).")
 @click.option("--plant", default=Plant.NONE.value, type=click.Choice([p.value for p in Plant]),
@@ -95,9 +97,7 @@ def command(
 
     Without --ranks every schedule draws its own small cluster. Exit status 1: an invariant broke.
     """
-    chosen = None
-    if only is not None:
-        chosen = tuple(int(index) for index in only.split(",") if index not in ("", "-"))
+    chosen = None if only is None else _indices(only)
     first = Scenario(
         seed=seed,
         ranks=ranks or 4,
@@ -134,6 +134,14 @@ def command(
         if smallest is not None:
             click.echo(_story(smallest))
     sys.exit(1 if broken is not None else 0)
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip() not in ("", "-")]
+    for part in parts:
+        if not part.isdecimal():
+            raise click.UsageError(f"--only {part!r} is no index; use a form such as 0,3, or -")
+    return tuple(int(part) for part in parts)
 
 
 def _kinds(text: str) -> tuple[str, ...]:

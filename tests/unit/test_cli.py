@@ -64,3 +64,19 @@ def test_controllers_that_are_there_and_do_not_lead_are_told_from_none(standby: 
     assert "127.0.0.1:1: Connection refused (111)" in str(error)
     assert "does etcd answer them?" in str(error)
     assert "running" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--only x", "'x' is no index"),
+        ("--only -1", "'-1' is no index"),
+        ("--days -1", "Invalid value for '--days'"),
+        ("--kinds bogus", "there is no fault 'bogus'; known are kill-rank"),
+        ("--ranks 2 --nodes 3", "3 nodes share 2 ranks"),
+    ],
+)
+def test_a_simulation_that_makes_no_sense_is_refused(flags: str, said: str) -> None:
+    code, text = run(f"sim {flags}")
+    assert code == 2
+    assert said in text
