@@ -117,7 +117,7 @@ def test_operators_create_watch_and_drain_a_group(controller: Process, tmp_path:
     other = run(controller.address, "group", "create", str(path))
     assert isinstance(other.exception, ElasticEPError)
     assert "geometry.experts is 8 in the group and 6 here" in str(other.exception)
-    shown = json.loads(run(controller.address, "group", "show", "g").output)
+    shown = json.loads(run(controller.address, "group", "show", "g").stdout)
     assert shown["geometry"]["experts"] == 8
 
     async def scenario() -> None:
@@ -134,7 +134,7 @@ def test_operators_create_watch_and_drain_a_group(controller: Process, tmp_path:
             await nodes.until(lambda: nodes.epoch == 2)
             await nodes.meet()
             told = await asyncio.to_thread(run, controller.address, "status", "--output", "json")
-            status = json.loads(told.output)
+            status = json.loads(told.stdout)
             assert status["leader"] == "c0"
             assert [node["node"] for node in status["nodes"]] == ["a", "b"]
             (group,) = status["groups"]
@@ -201,7 +201,7 @@ def test_a_standby_process_takes_over_from_one_that_was_killed(
             error.add_note(standby.log.read_text())
             raise
         told = run(",".join(addresses), "status", "h", "--output", "json")
-        assert json.loads(told.output)["leader"] == "c1"
+        assert json.loads(told.stdout)["leader"] == "c1"
     finally:
         standby.kill()
 

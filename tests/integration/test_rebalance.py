@@ -170,7 +170,7 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(run_memory: Run, tmp_path:
             assert "nothing was done" in told.output
             assert "imbalance" in told.output
             told = await asyncio.to_thread(command, controller, "--dry-run", "--output", "json")
-            assert json.loads(told.output)["plan"]["stages"] == plan.stages
+            assert json.loads(told.stdout)["plan"]["stages"] == plan.stages
             assert engines.nodes.epoch == 1
 
     run_memory(scenario)

@@ -39,7 +39,7 @@ def test_verify_reads_everything_and_tells_checkpoints_apart(tmp_path: Path) -> 
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write_checkpoint(tmp_path / name, "qwen3", layers=2, experts=3, seed=seed, shards=seed + 1)
         result = checkpoint(str(tmp_path / name), "--verify", "--output", "json")
-        report = json.loads(result.output)
+        report = json.loads(result.stdout)
         assert (report["layers"], report["experts"], report["unit_bytes"]) == (2, 3, 288)
         assert report["verified"]["units"] == 6
         assert report["verified"]["bytes"] == report["total_bytes"] == 6 * 288
