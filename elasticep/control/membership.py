@@ -174,7 +174,7 @@ class Membership:
     def _node_hello(self, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:
         self._s.connected.add(event.node)
         self._s.domains[event.node] = event.domain or event.node
-        self._s.refusals.clear()  # it may have a backup of what nobody could supply
+        self._s.ask_again(event.node)
         offered = {report.rank for report in event.seats if report.rank in self.seats}
         self._s.offers[event.node] = offered
         for seat in self._s.seats_of(event.node):

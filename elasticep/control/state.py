@@ -172,6 +172,14 @@ class GroupState:
         """The latest view, while it is not adopted."""
         return self.pending[-1] if self.pending else None
 
+    def ask_again(self, node: str) -> None:
+        """A node said hello: it may have a backup of what nobody could supply, and its daemon, if
+        it is a new one, may load what the one before did not get done.
+        """
+        self.refusals.clear()
+        for seat in self.seats_of(node):
+            self.cannot_load.pop((seat.rank, seat.incarnation), None)
+
     def forgive(self, now_ms: int) -> bool:
         """Forget what went wrong long ago and is to be tried again; whether there was anything."""
         over = [who for who, at in self.cannot_load.items() if now_ms - at >= CANNOT_LOAD_MS]

@@ -97,6 +97,19 @@ def test_second_copies_go_to_free_slots_then_in_place_of_third_ones() -> None:
     assert (cover_single(table, [1], 5, 1, 9)[0, 1] == [1, 3, EMPTY]).all(), "a slot stays free"
 
 
+def test_when_its_node_says_hello_it_is_given_something_again() -> None:
+    """As when its daemon was started anew in the middle of a copy."""
+    group = Balanced(experts=8, slots=4)
+    able = unable(group, 1)
+    found_out(group, 1)
+    able()
+    node, _ = group.world.seat(1)
+    group.world.cut(node.name)
+    assert 1 in group.world.membership.cannot_load
+    group.world.connect(node.name)
+    assert not group.world.membership.cannot_load
+
+
 def test_after_a_time_it_is_given_something_again() -> None:
     group = Balanced(experts=8, slots=4)
     able = unable(group, 1)
