@@ -19,9 +19,11 @@ _EXPORTS: dict[str, str] = {
     "CapExceeded": "elasticep.errors",
     "CheckpointError": "elasticep.errors",
     "ChecksumMismatch": "elasticep.errors",
+    "Completion": "elasticep.group",
     "ConfigError": "elasticep.errors",
     "Copies": "elasticep.spec",
     "DaemonUnavailable": "elasticep.errors",
+    "Device": "elasticep.device",
     "DeviceFailed": "elasticep.errors",
     "EXPAND": "elasticep.spec",
     "EXPAND_SYNC": "elasticep.spec",
@@ -44,6 +46,7 @@ _EXPORTS: dict[str, str] = {
     "NotLeader": "elasticep.errors",
     "PlacementError": "elasticep.errors",
     "ROUTED": "elasticep.spec",
+    "RebalancePolicy": "elasticep.balance",
     "Received": "elasticep.client.exchange",
     "Reduce": "elasticep.spec",
     "SeatTaken": "elasticep.errors",
@@ -69,11 +72,13 @@ _EXPORTS: dict[str, str] = {
 }
 
 if TYPE_CHECKING:
+    from elasticep.balance import RebalancePolicy
     from elasticep.client.attach import attach
     from elasticep.client.exchange import Exchange, Received
     from elasticep.client.session import Session
     from elasticep.client.step import Step
     from elasticep.client.view import View
+    from elasticep.device import Device
     from elasticep.errors import (
         AttachError,
         Busy,
@@ -105,7 +110,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from elasticep.geometry import GroupGeometry
-    from elasticep.group import GroupConfig, Launch, LostExperts, Timeouts
+    from elasticep.group import Completion, GroupConfig, Launch, LostExperts, Timeouts
     from elasticep.spec import (
         ALLGATHER,
         AUTO,
@@ -135,9 +140,11 @@ __all__ = [
     "CapExceeded",
     "CheckpointError",
     "ChecksumMismatch",
+    "Completion",
     "ConfigError",
     "Copies",
     "DaemonUnavailable",
+    "Device",
     "DeviceFailed",
     "ElasticEPError",
     "Exchange",
@@ -155,6 +162,7 @@ __all__ = [
     "NativeError",
     "NotLeader",
     "PlacementError",
+    "RebalancePolicy",
     "Received",
     "Reduce",
     "SeatTaken",

@@ -8,7 +8,7 @@ config: dispatch and combine name an exchange by its index.
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
@@ -17,6 +17,7 @@ from elasticep.config import GROUP_NAME, refuse_unknown
 from elasticep.device import Device, check_cuda
 from elasticep.errors import ConfigError, GroupMismatch
 from elasticep.geometry import GroupGeometry
+from elasticep.group_input import choice, differences, pairs, read_exchange, table
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.timeouts import Timeouts
@@ -101,6 +102,17 @@ class GroupConfig:
     weights: WeightSpec | None = None
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = choice(choices, name, {name: getattr(self, name)})
+            object.__setattr__(self, name, value)  # an engine may write "agreed"
+        for name, kind in _PARTS.items():
+            part = getattr(self, name)
+            if not isinstance(part, kind) and not (name == "weights" and part is None):
+                raise ConfigError(
+                    f"group {self.name!r}: {name} is a {type(part).__name__}; give a "
+                    f"{kind.__name__}, or read a group's file with GroupConfig.from_toml_dict"
+                )
+        object.__setattr__(self, "exchanges", pairs(self.name, self.exchanges))
         self.validate()
 
     def validate(self) -> None:
@@ -115,8 +127,6 @@ class GroupConfig:
         names = [name for name, _ in self.exchanges]
         for name in names:
             _check_name(f"an exchange of group {self.name!r}", name)
-        if len(set(names)) != len(names):
-            raise ConfigError(f"group {self.name!r} names an exchange twice: {', '.join(names)}")
         for _, spec in self.exchanges:
             self.geometry.check_exchange(spec)
         most = self.geometry.max_ranks
@@ -203,9 +213,9 @@ class GroupConfig:
         `ConfigError` with the nearest known one.
         """
         refuse_unknown("the group file", data, [f.name for f in fields(cls)])
-        geometry = _table(data, "geometry")
-        timeouts = _table(data, "timeouts", optional=True)
-        exchanges = _table(data, "exchanges")
+        geometry = table(data, "geometry")
+        timeouts = table(data, "timeouts", optional=True)
+        exchanges = table(data, "exchanges")
         refuse_unknown("[geometry]", geometry, _GEOMETRY_FIELDS)
         refuse_unknown("[timeouts]", timeouts, [f.name for f in fields(Timeouts)])
         for name in ("name", "initial_ranks"):
@@ -214,23 +224,25 @@ class GroupConfig:
         missing = [name for name in _GEOMETRY_FIELDS if not _is_int(geometry.get(name))]
         if missing:
             raise ConfigError(f"[geometry] needs whole numbers for {', '.join(missing)}")
-        device = _choice(Device, "device", data)
+        device = choice(Device, "device", data)
         inline = {"launch": Launch.INLINE.value} if device is Device.CUDA else {}
-        launch = _choice(Launch, "launch", {**inline, **data})
-        rebalance = RebalancePolicy.from_dict(_table(data, "rebalance", optional=True))
+        launch = choice(Launch, "launch", {**inline, **data})
+        rebalance = RebalancePolicy.from_dict(table(data, "rebalance", optional=True))
         rest: dict[str, Any] = {name: data[name] for name in _OPTIONAL_FIELDS if name in data}
         return cls(
             name=data["name"],
             geometry=GroupGeometry(**geometry),
-            exchanges=tuple((name, _exchange(name, _table(exchanges, name))) for name in exchanges),
+            exchanges=tuple(
+                (name, read_exchange(name, table(exchanges, name))) for name in exchanges
+            ),
             initial_ranks=data["initial_ranks"],
             timeouts=Timeouts(**timeouts),
-            lost_experts=_choice(LostExperts, "lost_experts", data),
+            lost_experts=choice(LostExperts, "lost_experts", data),
             launch=launch,
             device=device,
-            completion=_choice(Completion, "completion", data),
+            completion=choice(Completion, "completion", data),
             rebalance=rebalance,
-            weights=WeightSpec.from_dict(_table(data, "weights")) if "weights" in data else None,
+            weights=WeightSpec.from_dict(table(data, "weights")) if "weights" in data else None,
             **rest,
         )
 
@@ -248,12 +260,12 @@ class GroupConfig:
 
     def require_same(self, other: "GroupConfig") -> None:
         """Raise `GroupMismatch` naming the fields in which `other` differs from this config."""
-        differences = list(_differences("", self.to_dict(), other.to_dict()))
-        if not differences and self.digest() != other.digest():
-            differences = ["the order of the exchanges, or of the tensors in weights"]
-        if differences:
+        different = list(differences("", self.to_dict(), other.to_dict()))
+        if not different and self.digest() != other.digest():
+            different = ["the order of the exchanges, or of the tensors in weights"]
+        if different:
             raise GroupMismatch(
-                f"group {self.name!r} exists with another config: {'; '.join(differences[:8])}; "
+                f"group {self.name!r} exists with another config: {'; '.join(different[:8])}; "
                 "use the group's config, or another group name"
             )
 
@@ -303,7 +315,7 @@ class GroupConfig:
                 raise ConfigError(
                     f"exchange {exchange.name!r}: spec_json is not JSON ({error})"
                 ) from None
-            exchanges.append((exchange.name, _exchange(exchange.name, plain)))
+            exchanges.append((exchange.name, read_exchange(exchange.name, plain)))
         return cls(
             name=message.name,
             geometry=GroupGeometry(
@@ -385,33 +397,15 @@ def _check_name(what: str, name: object) -> None:
         )
 
 
-def _table(data: Mapping[str, Any], name: str, *, optional: bool = False) -> Mapping[str, Any]:
-    value = data.get(name, {} if optional else None)
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"the group file lacks the table [{name}]")
-    return value
-
-
-def _exchange(name: str, plain: Any) -> ExchangeSpec:
-    if not isinstance(plain, Mapping):
-        raise ConfigError(f"exchange {name!r} must be a table of settings")
-    return ExchangeSpec.from_dict(dict(plain))
-
-
-def _choice(kind: type[_E], name: str, data: Mapping[str, Any]) -> _E:
-    value = data.get(name, next(iter(kind)))
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {value!r}; use one of {', '.join(member.value for member in kind)}"
-        ) from None
-
-
-def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for key in sorted({*mine, *theirs}):
-            where = f"{path}.{key}" if path else str(key)
-            yield from _differences(where, mine.get(key), theirs.get(key))
-    elif mine != theirs:
-        yield f"{path} is {mine!r} in the group and {theirs!r} here"
+_CHOICES: dict[str, type[enum.StrEnum]] = {
+    "lost_experts": LostExperts,
+    "launch": Launch,
+    "completion": Completion,
+    "device": Device,
+}
+_PARTS: dict[str, type] = {
+    "geometry": GroupGeometry,
+    "timeouts": Timeouts,
+    "rebalance": RebalancePolicy,
+    "weights": WeightSpec,
+}

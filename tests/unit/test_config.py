@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from elasticep.config import (
 )
 from elasticep.errors import ConfigError, ElasticEPError, GroupMismatch
 from elasticep.geometry import GroupGeometry
-from elasticep.group import GroupConfig, Launch, LostExperts, Timeouts
+from elasticep.group import Completion, GroupConfig, Launch, LostExperts, Timeouts
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.membership import group_config
@@ -309,6 +310,36 @@ def test_the_digest_sees_every_field_and_the_order_of_exchanges() -> None:
 def test_a_group_that_cannot_be_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(ElasticEPError, match=said):
         GroupConfig.from_toml_dict(toml(**change))
+
+
+def test_an_engine_may_write_words_and_mappings() -> None:
+    plain = group_config()
+    spec = dict(plain.exchanges)
+    words = replace(plain, completion="agreed", launch="inline", lost_experts="serve")  # type: ignore[arg-type]
+    assert words.completion is Completion.AGREED
+    assert (words.launch, words.lost_experts) == (Launch.INLINE, LostExperts.SERVE)
+    assert replace(plain, exchanges=spec) == plain  # type: ignore[arg-type]
+    assert replace(plain, exchanges=list(plain.exchanges)) == plain  # type: ignore[arg-type]
+    assert GroupConfig.from_proto(words.to_proto()) == words
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"completion": "sometimes"}, "completion is 'sometimes'; use one of local, agreed"),
+        ({"device": "tpu"}, "device is 'tpu'; use one of cpu, cuda"),
+        ({"geometry": {"layers": 1}}, "geometry is a dict; give a GroupGeometry"),
+        ({"timeouts": {"node_timeout_ms": 3}}, "timeouts is a dict; give a Timeouts"),
+        ({"rebalance": None}, "rebalance is a NoneType; give a RebalancePolicy"),
+        ({"weights": {}}, "weights is a dict; give a WeightSpec"),
+        ({"exchanges": ["decode"]}, "must be pairs of a name and an ExchangeSpec"),
+        ({"exchanges": None}, "must be pairs of a name and an ExchangeSpec"),
+        ({"exchanges": {"decode": "ROUTED"}}, "exchange 'decode' is a str; give an ExchangeSpec"),
+    ],
+)
+def test_a_group_made_in_code_is_checked_like_a_file(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(group_config(), **change)
 
 
 def test_a_group_needs_a_name_and_ranks_and_different_exchanges() -> None:
