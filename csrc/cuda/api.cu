@@ -55,7 +55,8 @@ u32 lanes_of(u32 dtype) { return dtype == EP_FP8 ? 8 : dtype == EP_MXFP8 ? 2 : 1
 
 int payload_for(const epc_context& c, const epc_dispatch_args& a, const Exchange& x, Payload* out) {
   if (a.x_dtype == x.dispatch_dtype) {
-    if (x.at.scale_bytes && !a.x_scales) return ep::fail(EP_EINVAL, "x is quantised already; give its scales too");
+    // An empty tensor has no address.
+    if (x.at.scale_bytes && !a.x_scales && a.tokens) return ep::fail(EP_EINVAL, "x is quantised already; give its scales too");
     *out = wants_bulk(c, u64(a.tokens) * x.at.row_bytes) ? Payload::kBulk : Payload::kRaw;
     return 0;
   }
