@@ -27,7 +27,8 @@ enum epc_why {
   EPC_WHY_LOST = 9,       /* no member holds `expert`, and the group does not serve without it */
   EPC_WHY_IDS = 10,       /* an id that is neither -1 nor an expert: `expert` */
   EPC_WHY_DISAGREE = 11,  /* `rank` is at another layer, or brings another number of tokens of replicated input */
-  EPC_WHY_SEQUENCE = 12   /* more exchanges on a channel than a step can number; repeating the step would end the same way */
+  EPC_WHY_SEQUENCE = 12,  /* more exchanges on a channel than a step can number; repeating the step would end the same way */
+  EPC_WHY_SCALES = 13     /* packed scales are powers of two, and one that the engine brought (of token `rows`) is none */
 };
 enum epc_step_status {
   EPC_STEP_RUN = 0,

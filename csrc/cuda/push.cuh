@@ -72,10 +72,12 @@ struct RawRows {
     const Domain& d = a.domain;
     const ep::ChannelLayout& l = a.exchange.at;
     const u32 units = u32(l.scale_bytes / sizeof(Unit));
+    const bool powers = sizeof(Unit) == 4 && a.exchange.scale_layout == EP_SCALES_PACKED && a.exchange.dispatch_dtype == EP_FP8;
     for (u32 i = 0; i < c.rows; ++i) {
       const u32 row = c.row(i);
       for (u32 u = threadIdx.x; u < units; u += blockDim.x) {
         const Unit s = reinterpret_cast<const Unit*>(a.x_scales)[u64(row / a.exchange.rows_per_token) * units + u];
+        if (powers && (s & 0x807fffffu)) tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_SCALES, d.me, a.layer, 0, 0, row / a.exchange.rows_per_token);
         const u64 offset = l.scales + (u64(d.me) * l.source_rows + row) * l.scale_bytes + u * sizeof(Unit);
         t.mask[i].each([&](u32 g) { *reinterpret_cast<Unit*>(d.region(g) + offset) = s; });
       }

@@ -22,6 +22,7 @@ class Why(enum.IntEnum):
     IDS = 10
     DISAGREE = 11
     SEQUENCE = 12
+    SCALES = 13
 
 
 class StepStatus(enum.IntEnum):

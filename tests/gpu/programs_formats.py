@@ -71,12 +71,12 @@ def quantised_bits(member: Member, dtype: int, packed: bool, global_scale: float
     }
 
 
-def rows_quantised_before(member: Member, dtype: int, off: int) -> dict[str, int]:
+def rows_quantised_before(member: Member, dtype: int, off: int, tokens: int) -> dict[str, int]:
     """Rows and scales that the engine quantised itself, against what arrives of them. `off`: bytes
     by which the scales lie beside a multiple of four."""
     (seat,) = seats_of(member)
     g = seat.context.geometry
-    device, tokens = seat.factors.device, 9
+    device = seat.factors.device
     row_bytes = g.hidden // 2 if dtype == abi.Dtype.NVFP4 else g.hidden
     scale_bytes = g.hidden // {abi.Dtype.MXFP8: 32, abi.Dtype.NVFP4: 16}[abi.Dtype(dtype)]
     generator = torch.Generator("cpu").manual_seed(7)
@@ -89,7 +89,9 @@ def rows_quantised_before(member: Member, dtype: int, off: int) -> dict[str, int
     weights = torch.ones(tokens, g.topk, device=device)
     stream = seat.stream.cuda_stream
     seat.context.step_begin(tokens, stream)
-    args = dispatch_args(0, 0, x, abi.Dtype(dtype), ids, weights, x_scales=room[off:])
+    args = dispatch_args(
+        0, 0, x, abi.Dtype(dtype), ids, weights, x_scales=room[off:] if tokens else None
+    )
     torch.cuda.synchronize()
     seat.context.dispatch(args, stream)
     torch.cuda.synchronize()
@@ -99,6 +101,30 @@ def rows_quantised_before(member: Member, dtype: int, off: int) -> dict[str, int
         "rows": int((a.rows.view(torch.uint8)[:tokens] != x).sum()),
         "scales": int((a.scales[:tokens].cpu() != scales).sum()),
     }
+
+
+def scales_brought(member: Member, scale: float) -> dict[str, Any]:
+    """A step with fp8 rows whose scales are all `scale`, but for one token's 1.0."""
+    (seat,) = seats_of(member)
+    g = seat.context.geometry
+    device, tokens = seat.factors.device, 6
+    x = torch.ones(tokens, g.hidden, device=device).to(torch.float8_e4m3fn)
+    scales = torch.full((tokens, g.hidden // 128), scale, device=device)
+    scales[0] = 1.0
+    ids = torch.zeros(tokens, g.topk, dtype=torch.int64, device=device)
+    weights = torch.ones(tokens, g.topk, device=device)
+    out = torch.empty(tokens, g.hidden, dtype=torch.bfloat16, device=device)
+    arrived(seat.context, 0).out.zero_()
+    torch.cuda.synchronize()
+    stream = seat.stream.cuda_stream
+    seat.context.step_begin(tokens, stream)
+    args = dispatch_args(0, 0, x, abi.Dtype.FP8, ids, weights, x_scales=scales)
+    seat.context.dispatch(args, stream)
+    seat.context.combine(0, 0, tokens, out.data_ptr(), abi.Dtype.BF16, stream)
+    seat.context.step_end(stream)
+    torch.cuda.synchronize()
+    result = seat.context.result()
+    return {"complete": result.complete, "why": int(result.fault.why)}
 
 
 def many_exchanges(member: Member, count: int) -> dict[str, Any]:

@@ -103,8 +103,19 @@ def test_scales_of_rows_quantised_before_arrive_whole(
 ) -> None:
     shape = geometry(1, [exchange(16, dispatch=dtype)], topk=1, experts=4, hidden=hidden)
     with on_one_card(shape, 1) as f:
-        (result,) = f.run(f"{FORMATS}:rows_quantised_before", dtype=int(dtype), off=off)
-    assert result == {"rows": 0, "scales": 0}
+        for tokens in (9, 0):
+            arguments = {"dtype": int(dtype), "off": off, "tokens": tokens}
+            (result,) = f.run(f"{FORMATS}:rows_quantised_before", **arguments)
+            assert result == {"rows": 0, "scales": 0}
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.125, 1.5, -1.0])
+def test_packed_scales_that_are_no_powers_of_two_end_the_step(scale: float) -> None:
+    one = exchange(16, layout=L.MASKED, dispatch=D.FP8, scales=S.PACKED)
+    with on_one_card(geometry(1, [one], topk=1, experts=4), 1) as f:
+        (result,) = f.run(f"{FORMATS}:scales_brought", scale=scale)
+    good = scale in (2.0, 0.125)
+    assert result == {"complete": good, "why": 0 if good else native.Why.SCALES}
 
 
 @pytest.mark.parametrize(("count", "complete"), [(4095, True), (4096, False)])
