@@ -131,7 +131,7 @@ def traced_dispatch(
 ) -> Received:
     """What a traced dispatch returns: everything at its full size, and no counts for the host."""
     fixed = exchange._fixed(channel)
-    exchange._check_cap(x.shape[0])
+    exchange._inputs.check_cap(x.shape[0])
     lost = exchange._lost[channel, layer]
     torch.ops.elasticep.exchange_dispatch(
         fixed.rows,

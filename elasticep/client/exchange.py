@@ -4,23 +4,16 @@ What `dispatch` returns are tensors over that memory, not copies. Everything tha
 in is checked before a byte is written, so a wrong call raises here and no rank sees garbage.
 """
 
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from elasticep.client import compiled
 from elasticep.client.buffers import Buffers
 from elasticep.client.handle import DispatchInput
-from elasticep.client.received import WIRE, Received, ReceivedTensors
-from elasticep.errors import (
-    CapExceeded,
-    ElasticEPError,
-    PlacementError,
-    TensorError,
-    UsageError,
-)
-from elasticep.group import LostExperts
+from elasticep.client.inputs import CODES, Inputs, Rows
+from elasticep.client.received import Received, ReceivedTensors
+from elasticep.errors import ElasticEPError, PlacementError, UsageError
 from elasticep.native import abi
 from elasticep.spec import ExchangeSpec
 
@@ -29,13 +22,6 @@ if TYPE_CHECKING:
     from elasticep.client.step import Step
 
 __all__ = ["Exchange", "Received"]
-
-_Rows = tuple[torch.Tensor, torch.Tensor | None, float]  # x, its scales, global scale
-CODES: Final = {
-    torch.float32: abi.Dtype.FP32,
-    torch.float16: abi.Dtype.FP16,
-    torch.bfloat16: abi.Dtype.BF16,
-}
 
 
 class Flight:
@@ -64,26 +50,25 @@ class Exchange:
     _where = "the CPU"
 
     def __init__(self, session: "Session", name: str, spec: ExchangeSpec, number: int) -> None:
-        session.config.geometry.check_exchange(spec)
+        geometry = session.config.geometry
+        geometry.check_exchange(spec)
         self.name = name
         self.spec = spec
         self._session = session
         self._handle = session._handle
         self._number = number
-        self._serve_lost = session.config.lost_experts is LostExperts.SERVE  # on GPUs
         self._flights: list[Flight | None] = [None] * spec.channels
         self._structs = [abi.Received() for _ in range(spec.channels)]
-        self._tensors = ReceivedTensors(name, spec, session.config.geometry)
+        self._tensors = ReceivedTensors(name, spec, geometry)
         self._last: list[Received | None] = [None] * spec.channels
-        self._lost = self._lost_memory()
+        self._inputs = Inputs(name, spec, geometry, self._device, self._where)
+        # 1 where a token of a layer's last dispatch needed an expert that no member holds.
+        shape = (spec.channels, geometry.layers, spec.max_tokens)
+        self._lost = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        self._lost_host: Any = self._lost.numpy() if self._device.type == "cpu" else None
         self._operators = compiled.Operators(self, self._handle.operators())
         self._key = self._operators.key
         self._buffers = Buffers()
-
-    def _lost_memory(self) -> torch.Tensor:
-        """1 where a token of a layer's last dispatch needed an expert that no member holds."""
-        shape = (self.spec.channels, self._session.config.geometry.layers, self.spec.max_tokens)
-        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     # ---- memory of the exchange
 
@@ -147,16 +132,13 @@ class Exchange:
             return compiled.traced_dispatch(
                 self, layer, x, topk_ids, topk_weights, x_scales, channel
             )
-        tensors = self._start(layer, (x, x_scales, global_scale), topk_ids, topk_weights, channel)
-        flight = self._flights[channel]
-        assert flight is not None
-        lost = self._lost_buffer(flight)
-        struct = self._structs[channel]
+        rows = (x, x_scales, global_scale)
+        flight, tensors = self._start(layer, rows, topk_ids, topk_weights, channel)
         try:
-            self._handle.dispatch(self._number, channel, layer, tensors, struct, lost)
+            self._send(flight, channel, tensors, "both")
+            return self._deliver(flight, channel)
         except ElasticEPError as error:
             raise self._failed(channel, error) from None
-        return self._received(flight, channel, struct)
 
     def dispatch_send(
         self,
@@ -170,22 +152,21 @@ class Exchange:
         channel: int = 0,
     ) -> None:
         """The first half of `dispatch`: send, wait for nothing. Arguments and errors are its."""
-        tensors = self._start(layer, (x, x_scales, global_scale), topk_ids, topk_weights, channel)
+        rows = (x, x_scales, global_scale)
+        flight, tensors = self._start(layer, rows, topk_ids, topk_weights, channel)
         try:
-            self._handle.dispatch_send(self._number, channel, layer, tensors)
+            self._send(flight, channel, tensors, "send")
         except ElasticEPError as error:
             raise self._failed(channel, error) from None
 
     def dispatch_recv(self, *, channel: int = 0) -> Received:
         """The second half of `dispatch`: wait for the rows that come here."""
         flight = self._flight(channel, "sent", "dispatch_recv", "dispatch_send")
-        lost = self._lost_buffer(flight)
-        struct = self._structs[channel]
         try:
-            self._handle.dispatch_recv(self._number, channel, struct, lost)
+            self._receive(flight, channel)
+            return self._deliver(flight, channel)
         except ElasticEPError as error:
             raise self._failed(channel, error) from None
-        return self._received(flight, channel, struct)
 
     # ---- combine
 
@@ -209,18 +190,13 @@ class Exchange:
         if torch.compiler.is_compiling():
             return compiled.traced_combine(self, layer, recv, out)
         flight = self._combinable(layer, recv)
-        out = self._result(flight, out)
-        self._drop(recv.channel)
-        self._handle.combine(
-            self._number, recv.channel, out.data_ptr() or None, CODES[out.dtype].value
-        )
-        return out
+        return self._sum(flight, recv.channel, out, "both")
 
     def combine_send(self, layer: int, recv: Received) -> None:
         """The first half of `combine`: say that `recv.out` is ready, wait for nothing."""
         flight = self._combinable(layer, recv)
         try:
-            self._handle.combine_send(self._number, recv.channel)
+            self._combine(recv.channel, None, 0, "send")
         except ElasticEPError as error:
             raise self._failed(recv.channel, error) from None
         flight.phase = "combining"
@@ -228,12 +204,7 @@ class Exchange:
     def combine_recv(self, out: torch.Tensor | None = None, *, channel: int = 0) -> torch.Tensor:
         """The second half of `combine`: wait for outputs and sum them into `out`."""
         flight = self._flight(channel, "combining", "combine_recv", "combine_send")
-        out = self._result(flight, out)
-        self._drop(channel)
-        self._handle.combine_recv(
-            self._number, channel, out.data_ptr() or None, CODES[out.dtype].value
-        )
-        return out
+        return self._sum(flight, channel, out, "receive")
 
     # ---- under torch.compile
 
@@ -250,18 +221,18 @@ class Exchange:
 
     def _note_compiled(self, step: "Step", channel: int, layer: int, tokens: int) -> None:
         """Tell a step what an operator's dispatch found out."""
-        step._note_lost(self._lost[channel, layer, :tokens].numpy())
+        step._note_lost(self._lost_host[channel, layer, :tokens])
 
     # ---- order of calls
 
     def _start(
         self,
         layer: int,
-        rows: _Rows,
+        rows: Rows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         channel: int,
-    ) -> DispatchInput:
+    ) -> tuple[Flight, DispatchInput]:
         session = self._session
         session._check_usable()
         session._check_layer(layer)
@@ -281,11 +252,11 @@ class Exchange:
                 f"dispatch for layer {layer} while the exchange of layer {flight.layer} is under "
                 f"way on channel {channel} of exchange {self.name!r}; combine it first"
             )
-        tensors = self._check_input(rows, topk_ids, topk_weights)
+        tensors = self._inputs.check(rows, topk_ids, topk_weights)
         result = rows[0].dtype if rows[1] is None else torch.bfloat16
-        self._flights[channel] = Flight(step, layer, tensors.tokens, result)
+        flight = self._flights[channel] = Flight(step, layer, tensors.tokens, result)
         step._open_exchanges.add((self._number, channel))
-        return tensors
+        return flight, tensors
 
     def _flight(self, channel: int, phase: str, call: str, before: str) -> Flight:
         self._session._check_usable()
@@ -316,97 +287,50 @@ class Exchange:
         if flight is not None:
             flight.step._open_exchanges.discard((self._number, channel))
 
-    # ---- tensors in
-
-    def _check_input(self, rows: _Rows, ids: torch.Tensor, weights: torch.Tensor) -> DispatchInput:
-        x, scales, global_scale = rows
-        geometry = self._session.config.geometry
-        width = self._check_rows(x, scales)
-        if ids.dtype not in (torch.int64, torch.int32):
-            self._wrong("topk_ids", f"dtype {ids.dtype}", "torch.int64 or torch.int32")
-        if weights.dtype != torch.float32:
-            self._wrong("topk_weights", f"dtype {weights.dtype}", "torch.float32")
-        if x.dim() != 2 or x.shape[1] != width:
-            self._wrong("x", f"shape {list(x.shape)}", f"[tokens, {width}]")
-        tokens = x.shape[0]
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if tensor.shape != (tokens, geometry.topk):
-                self._wrong(name, f"shape {list(tensor.shape)}", f"[{tokens}, {geometry.topk}]")
-        named = [("x", x), ("topk_ids", ids), ("topk_weights", weights)]
-        for name, tensor in named if scales is None else [*named, ("x_scales", scales)]:
-            if tensor.device != self._device:
-                self._wrong(
-                    name, f"device {tensor.device}", f"{self._where}, where this rank's memory is"
-                )
-            if not tensor.is_contiguous():
-                self._wrong(name, "gaps in memory", "a contiguous tensor; call .contiguous()")
-        self._check_cap(tokens)
-        return DispatchInput(
-            x.data_ptr() or None,
-            (CODES[x.dtype] if scales is None else abi.Dtype[self.spec.dispatch_dtype.name]).value,
-            ids.data_ptr() or None,
-            ids.element_size(),
-            weights.data_ptr() or None,
-            tokens,
-            None if scales is None else scales.data_ptr() or None,
-            global_scale,
-        )
-
-    def _check_cap(self, tokens: int) -> None:
-        if tokens > self.spec.max_tokens:
-            raise CapExceeded(
-                f"{tokens} tokens for exchange {self.name!r}, whose cap is {self.spec.max_tokens} "
-                "per rank; split the batch, or create the group with a larger max_tokens"
-            )
-
-    def _check_rows(self, x: torch.Tensor, scales: torch.Tensor | None) -> int:
-        """Dtypes, and shape of the scales; gives the elements of a row of x."""
-        hidden, wire = self._session.config.geometry.hidden, self.spec.dispatch_dtype
-        allowed = (WIRE[wire],) if scales is not None or not wire.quantised else tuple(CODES)
-        if x.dtype not in allowed:
-            self._wrong("x", f"dtype {x.dtype}", " or ".join(str(dtype) for dtype in allowed))
-        if scales is None:
-            return hidden
-        if not wire.quantised:
-            self._wrong("x_scales", "scales", f"none: rows are {wire.value}")
-        of_scale = torch.float32 if wire.row_format.scale_bytes == 4 else torch.uint8
-        if scales.dtype != of_scale:
-            self._wrong("x_scales", f"dtype {scales.dtype}", str(of_scale))
-        shape = [len(x), hidden // wire.row_format.block]
-        if list(scales.shape) != shape:
-            self._wrong("x_scales", f"shape {list(scales.shape)}", str(shape))
-        return hidden * wire.row_format.bits // 8
-
-    def _wrong(self, name: str, has: str, needs: str) -> NoReturn:
-        raise TensorError(f"{name} of exchange {self.name!r} has {has}; it needs {needs}")
-
-    def _result(self, flight: Flight, out: torch.Tensor | None) -> torch.Tensor:
-        shape = (flight.tokens, self._session.config.geometry.hidden)
-        if out is None:
-            return torch.empty(shape, dtype=flight.dtype, device=self._device)
-        if out.dtype not in CODES:
-            self._wrong("out", f"dtype {out.dtype}", " or ".join(str(dtype) for dtype in CODES))
-        if out.shape != shape:
-            self._wrong("out", f"shape {list(out.shape)}", str(list(shape)))
-        if out.device != self._device or not out.is_contiguous():
-            self._wrong("out", "another device or gaps in memory", f"no gaps, on {self._where}")
+    def _sum(
+        self, flight: Flight, channel: int, out: torch.Tensor | None, half: str
+    ) -> torch.Tensor:
+        out = self._inputs.result(flight.tokens, flight.dtype, out)
+        self._drop(channel)
+        self._combine(channel, out.data_ptr() or None, CODES[out.dtype], half)
         return out
 
-    def _lost_buffer(self, flight: Flight) -> int | None:
+    # ---- calls of the plane; `half` is "both", "send" or "receive"
+
+    def _send(self, flight: Flight, channel: int, tensors: DispatchInput, half: str) -> None:
+        if half == "send":
+            self._handle.dispatch_send(self._number, channel, flight.layer, tensors)
+            return
+        struct, lost = self._structs[channel], self._lost_at(flight, channel)
+        self._handle.dispatch(self._number, channel, flight.layer, tensors, struct, lost)
+
+    def _receive(self, flight: Flight, channel: int) -> None:
+        struct, lost = self._structs[channel], self._lost_at(flight, channel)
+        self._handle.dispatch_recv(self._number, channel, struct, lost)
+
+    def _lost_at(self, flight: Flight, channel: int) -> int | None:
         if flight.tokens == 0:
             return None  # else always: operators change the policy at run time
-        flight.lost = np.zeros(flight.tokens, np.uint8)
+        flight.lost = self._lost_host[channel, flight.layer, : flight.tokens]
         return int(flight.lost.ctypes.data)
 
-    # ---- tensors out
-
-    def _received(self, flight: Flight, channel: int, struct: abi.Received) -> Received:
+    def _deliver(self, flight: Flight, channel: int) -> Received:
         if flight.lost is not None:
             flight.step._note_lost(flight.lost)
             token_ok = torch.from_numpy(flight.lost == 0)
         else:
             token_ok = torch.ones(flight.tokens, dtype=torch.bool)
-        flight.received = self._tensors.received(struct, flight.layer, channel, token_ok)
-        self._last[channel] = flight.received
+        struct = self._structs[channel]
+        received = self._tensors.received(struct, flight.layer, channel, token_ok)
+        flight.received = self._last[channel] = received
         flight.phase = "received"
-        return flight.received
+        return received
+
+    def _combine(self, channel: int, out: int | None, dtype: int, half: str) -> None:
+        match half:
+            case "both":
+                self._handle.combine(self._number, channel, out, dtype)
+            case "send":
+                self._handle.combine_send(self._number, channel)
+            case _:
+                self._handle.combine_recv(self._number, channel, out, dtype)
