@@ -161,15 +161,18 @@ enum ep_message_type {
   EP_MSG_WELCOME = 2,  /* from daemon: rank, a = inc, b = launch, c = layout digest; fds header, data; body: ep_geometry */
   EP_MSG_REFUSED = 3,  /* from daemon: status, text */
   EP_MSG_STAGE = 4,    /* from daemon: a = epoch, b = number of peers; fds bank, then header+data per peer; body: u32 rank per peer.
-                          Peers already sent on this connection need not come again; own rank never comes. */
+                          Peers already sent on this connection need not come again; own rank never comes.
+                          PEERS just before it bring those that are too many for one message. */
   EP_MSG_STAGED = 5,   /* to daemon: a = epoch, status 0 or error with text */
   EP_MSG_ADOPTED = 6,  /* to daemon: a = epoch, b = step */
   EP_MSG_QUIT = 7,     /* from daemon: leave now (worker exits, engine session is fenced by header) */
   EP_MSG_FETCH = 8,    /* peer daemon: rank, text = group */
   EP_MSG_FETCHED = 9,  /* reply: status, text; fds header, data; a = layout digest */
   EP_MSG_WEIGHTS = 10, /* reserved for weight migration */
-  EP_MSG_MEMORY = 11   /* to daemon, from the process that allocates on a GPU: status, text; fd data. Its WELCOME comes without
+  EP_MSG_MEMORY = 11,  /* to daemon, from the process that allocates on a GPU: status, text; fd data. Its WELCOME comes without
                           fds, d = device; an engine's has d = ranks whose kernels share the GPU */
+  EP_MSG_PEERS = 12    /* from daemon: a = epoch, b = number of peers, for the STAGE that follows; fds header+data per peer; body:
+                          u32 rank per peer */
 };
 enum ep_role { EP_ROLE_WORKER = 1, EP_ROLE_ENGINE = 2, EP_ROLE_PEER = 3 };
 enum { EP_MSG_MAGIC = 0x314d5045 };

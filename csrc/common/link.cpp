@@ -112,9 +112,14 @@ bool readable(int fd, int stop_event, int timeout_ms) {
 
 }  // namespace
 
-Received::~Received() {
+Received::~Received() { clear(); }
+
+void Received::clear() {
   for (int fd : fds)
     if (fd >= 0) ::close(fd);
+  fds.clear();
+  body.clear();
+  head = {};
 }
 
 int Received::take(size_t i) {
@@ -194,6 +199,21 @@ bool Link::reconnect() {
   return true;
 }
 
+// Keeps peers for the STAGE that follows, which then has them all; false while it has not come.
+bool Link::gather(Received& m) {
+  const bool more = m.head.type == EP_MSG_PEERS;
+  if (!more && m.head.type != EP_MSG_STAGE) return true;
+  if (peers_.head.a != m.head.a) peers_.clear();  // of one that was never sent
+  Received& into = more ? peers_ : m;
+  Received& from = more ? m : peers_;
+  into.head.a = m.head.a;
+  into.fds.insert(into.fds.end(), from.fds.begin(), from.fds.end());
+  into.body.insert(into.body.end(), from.body.begin(), from.body.end());
+  from.fds.clear();  // they are the other's now
+  if (!more) peers_.clear();
+  return !more;
+}
+
 void Link::loop() {
   while (!stop_.load() && !quit_.load()) {
     int fd = fd_.load();
@@ -209,11 +229,12 @@ void Link::loop() {
       std::lock_guard<std::mutex> guard(send_mutex_);
       fd_.store(-1);
       ::close(fd);
+      peers_.clear();
       away_since_.store(now_ns());
       continue;
     }
     if (message.head.type == EP_MSG_QUIT) quit_.store(true);
-    handler_(message);
+    if (gather(message)) handler_(message);
   }
 }
 

@@ -20,6 +20,7 @@ struct Received {
   Received() = default;
   Received(const Received&) = delete;
   ~Received();
+  void clear();
   int take(size_t i);
 };
 
@@ -44,11 +45,13 @@ class Link {
  private:
   void loop();
   bool reconnect();
+  bool gather(Received& message);
 
   std::string path_;
   uint32_t role_ = 0;
   Handler handler_;
   std::vector<int> own_fds_;
+  Received peers_;  // of PEERS whose STAGE has not come yet
   std::mutex send_mutex_;
   std::atomic<int> fd_{-1};
   std::atomic<bool> stop_{false}, quit_{false};

@@ -147,6 +147,7 @@ class MessageType(enum.IntEnum):
     FETCHED = 9
     WEIGHTS = 10
     MEMORY = 11
+    PEERS = 12
 
 
 class Role(enum.IntEnum):

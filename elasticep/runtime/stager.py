@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elasticep.runtime.keeper import SeatKeeper
 
 _MOST_NAMED: Final = 65_536  # experts in an answer
+_PEERS_PER_MESSAGE: Final = (MAX_FDS - 1) // 2  # two descriptors each, beside that of the tables
 
 
 @dataclass(slots=True)
@@ -263,23 +264,31 @@ class Stager:
         for rank, memory in fresh:
             if memory.closed:
                 raise Unavailable(f"the memory of rank {rank} was replaced while others were asked")
-        if 2 * len(fresh) + 1 > MAX_FDS:
-            raise ConfigError(
-                f"view {proposal.epoch} brings {len(fresh)} new peers to rank {keeper.rank}; one "
-                f"message carries the memory of {(MAX_FDS - 1) // 2}"
-            )
-        link.send(
-            Message(
-                kind=MessageType.STAGE,
-                rank=keeper.rank,
-                a=proposal.epoch,
-                b=len(fresh),
-                text=self._group.name,
-                body=struct.pack(f"<{len(fresh)}I", *(rank for rank, _ in fresh)),
-            ),
-            [proposal.bank_fd, *(fd for _, memory in fresh for fd in memory.fds)],
-        )
+        rest = fresh
+        while len(rest) > _PEERS_PER_MESSAGE:
+            part, rest = rest[:_PEERS_PER_MESSAGE], rest[_PEERS_PER_MESSAGE:]
+            link.send(*self._peers(MessageType.PEERS, proposal, keeper, part))
+        link.send(*self._peers(MessageType.STAGE, proposal, keeper, rest))
         progress.sent.update({rank: memory.identity for rank, memory in fresh})
+
+    def _peers(
+        self,
+        kind: MessageType,
+        proposal: _Proposal,
+        keeper: "SeatKeeper",
+        peers: list[tuple[int, SeatMemory]],
+    ) -> tuple[Message, list[int]]:
+        """A message that carries the memory of these peers, and for STAGE the view's tables."""
+        message = Message(
+            kind=kind,
+            rank=keeper.rank,
+            a=proposal.epoch,
+            b=len(peers),
+            text=self._group.name,
+            body=struct.pack(f"<{len(peers)}I", *(rank for rank, _ in peers)),
+        )
+        bank = [proposal.bank_fd] if kind is MessageType.STAGE else []
+        return message, [*bank, *(fd for _, memory in peers for fd in memory.fds)]
 
     async def _memory_of(self, rank: int, incarnation: int, node: str) -> SeatMemory:
         own = self._group.keepers.get(rank)

@@ -7,8 +7,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elasticep.group import Launch
+from elasticep.geometry import MAX_RANKS, GroupGeometry
+from elasticep.group import Launch, Timeouts
 from elasticep.proto import controller_pb2, node_pb2, types_pb2
+from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, EngineProcess, reason_of, view_of, wait_for
 
@@ -172,3 +174,38 @@ def test_a_daemon_believes_others_about_their_own_ranks_only() -> None:
         assert lab.step(engines) == ["stepped 1 2 1"] * 2
         seats = daemon.status().seats
         assert {s.seat.state for s in seats} == {types_pb2.SEAT_STATE_ATTACHED}
+
+
+def test_a_group_of_as_many_ranks_as_there_may_be_is_staged() -> None:
+    """One message takes the memory of 126 peers."""
+    geometry = GroupGeometry(
+        layers=1, experts=2, topk=1, hidden=32, slots_per_rank=1, max_ranks=MAX_RANKS
+    )
+    spec = ExchangeSpec.preset("ROUTED", max_tokens=1, dispatch_dtype="fp32", combine_dtype="fp32")
+    config = small_config(
+        launch=Launch.INLINE,
+        geometry=geometry,
+        exchanges=(("decode", spec),),
+        timeouts=Timeouts(step_timeout_ms=2_000),
+    )
+    offers = {"n0": range(2), "n1": range(2, 65), "n2": range(65, MAX_RANKS)}
+    with Lab() as lab:
+        lab.create(config)
+        daemons = [
+            lab.daemon(node, f"g:{ranks[0]}-{ranks[-1]}", start=False)
+            for node, ranks in offers.items()
+        ]
+        for daemon in daemons:
+            daemon.start(wait=False)
+        for rank in range(MAX_RANKS):
+            lab.ready(rank)
+        engine = lab.engine(daemons[0], "g", 0).up()
+        lab.attached(0)
+        members = {rank: (1, node) for node, ranks in offers.items() for rank in ranks}
+        lab.controller.propose(view_of(config, 1, 0, members), {"n0": [0]})
+        answer = engine.ask("step 500")  # it has staged the view, and nobody else comes
+        assert answer.startswith("error StepTimeout"), answer
+        assert lab.staged(0, 1).error == ""
+        # Whom it has by now need not come again.
+        lab.controller.propose(view_of(config, 2, 1, members), {"n0": [0]})
+        assert lab.staged(0, 2).error == ""
