@@ -89,19 +89,38 @@ def test_batches_that_cannot_run_here_are_skipped_until_they_can(tmp_path: Path)
     [
         ([PASSED, PASSED, SKIPPED], {"passed": 2, "skipped": 1, "failed": 0}),
         ([PASSED, FAILED], None),
-        ([SKIPPED], None),
+        ([SKIPPED], {"passed": 0, "skipped": 1, "failed": 0}),
         ([], None),
     ],
 )
-def test_tests_count_as_passed_when_some_ran_and_none_failed(
+def test_tests_count_as_passed_when_none_failed(
     tmp_path: Path, cases: list[str], found: dict[str, int] | None
 ) -> None:
     (tmp_path / "x.xml").write_text(JUNIT.format("".join(cases)))
     if found is None:
-        with pytest.raises(ValueError, match="passed"):
+        with pytest.raises(ValueError, match=r": c$|no such test"):
             junit("x")(tmp_path / "log", tmp_path)
     else:
         assert junit("x")(tmp_path / "log", tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [
+        ("def test_it(): pass", "passed"),
+        ("def test_it(): assert False", "failed"),
+        ("import pytest; pytest.importorskip('no_such_module')\ndef test_it(): pass", "skipped"),
+        ("import pytest\ndef test_it(): pytest.skip('not here')", "skipped"),
+        ("", "failed"),
+    ],
+)
+def test_pytest_says_how_a_batch_ends(tmp_path: Path, body: str, ends: str) -> None:
+    (tmp_path / "test_some.py").write_text(body)
+    alone = ("-c", "/dev/null", f"--rootdir={tmp_path}", f"{tmp_path}/test_some.py")
+    command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={tmp_path}/some.xml", *alone)
+    batch = Batch("correct", "some", (command,), junit("some"), 0.0)
+    assert run([batch], tmp_path, 60.0, gpus=1) == (ends == "failed")
+    assert state(tmp_path) == {"some": ends}
 
 
 @pytest.mark.parametrize(
