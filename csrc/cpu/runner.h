@@ -126,6 +126,7 @@ class Runner {
   bool is_dead(u32 rank, u32 inc) const { return kFaultChecks && own_.header->dead[rank].load(std::memory_order_acquire) >= inc; }
   void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
   u64 last_step_here() const;
+  void next_barrier();
 
   int join(BarrierInput& in, BarrierDecision* decision);
   void post_cells(u32 tokens);
@@ -167,6 +168,7 @@ class Runner {
   // Barrier thread only (the other channel reads view_ and step_ between begin and end).
   StagedView* view_ = nullptr;
   u64 step_ = 1;
+  u64 floor_ = 0;  // the highest step that anything named in this region when this runner came
   u64 done_ = 0;  // agreed completion: works complete here
   Atomic<u32> exchanged_{0};  // the running step had an exchange, so it is a work
   bool in_step_ = false, cells_posted_ = false;

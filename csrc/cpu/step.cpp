@@ -32,7 +32,8 @@ int Runner::open(const ep_geometry& geometry, u32 rank, u32 incarnation, int hea
   if (int bad = own_.open(layout_, header_fd, data_fd)) return bad;
   me_ = rank;
   inc_ = incarnation;
-  step_ = last_step_here() + 1;
+  floor_ = last_step_here();
+  step_ = floor_ + 1;
   cells_.resize(g_.max_ranks);
   load_.resize(u64(g_.layers) * g_.experts);
   load_touched_.resize(g_.layers);
@@ -53,6 +54,13 @@ u64 Runner::last_step_here() const {
     for (u32 r = 0; r < g_.max_ranks; ++r)
       if (const u64 step = cell(own_.data, parity, r)->step; step > last) last = step;
   return last;
+}
+
+// A joiner's region may name steps beyond the group's: flags and marks of these would tear every step. So it is one barrier
+// ahead at once, and the others, who wait for it, follow.
+void Runner::next_barrier() {
+  step_ = (step_ > floor_ ? step_ : floor_) + 1;
+  cells_posted_ = false;
 }
 
 void Runner::wake() {
@@ -362,8 +370,7 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
       }
       for (u32 r = 0; r < g_.max_ranks; ++r)
         if (view_->peer[r]) leave(*view_, r, view_->epoch, kLeaveDoomed);
-      ++step_;
-      cells_posted_ = false;
+      next_barrier();
       u64 pause_until = now_ns() + kDoomedPause;
       while (now_ns() < pause_until && staged_version_.load() == staged_seen && !is_fenced(h)) {
         u32 seen = h.runner_wake[0].load();
@@ -399,12 +406,16 @@ int Runner::join(BarrierInput& in, BarrierDecision* decision) {
     adopt(first);
     return 1;
   }
-  // Barriers that members have written to me, newest first.
+  // Barriers that members have written to me, newest first. An earlier group may have left cells of higher ones.
   u64 steps[2] = {0, 0};
+  CellCopy copy;
   for (u32 parity = 0; parity < 2; ++parity)
     for (u32 r = 0; r < g_.max_ranks; ++r) {
-      u64 s = cell(own_.data, parity, r)->step;
-      if (r != me_ && s > steps[parity]) steps[parity] = s;
+      const Cell* c = cell(own_.data, parity, r);
+      if (r == me_ || c->step <= steps[parity] || !read_cell(c, g_.max_ranks, &copy) || copy.step <= steps[parity]) continue;
+      bool known = false;
+      for (u32 i = 0; i < in.staged_count; ++i) known |= in.staged_now[i].incarnation[r] == copy.incarnation;
+      if (known) steps[parity] = copy.step;
     }
   if (steps[1] > steps[0]) std::swap(steps[0], steps[1]);
   for (u64 step : steps) {
@@ -418,6 +429,7 @@ int Runner::join(BarrierInput& in, BarrierDecision* decision) {
     bool already = false;
     for (u32 r = 0; r < g_.max_ranks; ++r) already |= r != me_ && cells_[r].valid && cells_[r].step == step && cells_[r].epoch() >= d.epoch;
     if (already) {
+      if (step_ <= floor_) step_ = floor_ + 1;  // the others follow
       adopt(d);
       cells_posted_ = false;
       return 1;
@@ -476,9 +488,8 @@ int Runner::end_step(u32* complete) {
     h.complete_steps.fetch_add(1);
     if (g_.agreed && exchanged_.load()) ++done_;
   }
-  ++step_;
   in_step_ = false;
-  cells_posted_ = false;
+  next_barrier();
   h.progress.fetch_add(1);
   return 0;
 }

@@ -57,6 +57,53 @@ def test_a_group_that_is_formed_anew_is_past_all_earlier_barriers(launch: int) -
             session.close()
 
 
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_a_joiner_whose_region_is_of_a_group_further_on_joins_a_younger_one(launch: int) -> None:
+    """Cells and marks of barriers that the group has not come to yet, left by another rank of an
+    earlier group, neither hide the present barrier nor tear step after step.
+    """
+    g = geometry(4, exchange(), launch=launch)
+    with LocalGroup(g, timeouts=timeouts(), ranks=[2, 3]) as group:
+        old = [group.session(rank) for rank in (2, 3)]
+        group.stage(1, 0, [2, 3], spread(g, [2, 3]))
+        group.mark_dead(2)
+        with pytest.raises(StepTimeout, match="dead"):
+            old[1].begin(0, timeout_ms=200)
+        for session in old:
+            session.close()
+        for rank in (0, 1):
+            group.open_seat(rank)
+        sessions = {rank: group.session(rank) for rank in (0, 1)}
+        group.stage(2, 0, [0, 1], spread(g, [0, 1]))
+        if launch == abi.Launch.SERVICE:
+            group.kill_worker(2)
+        group.open_seat(2)
+        sessions[2] = group.session(2)
+        last = [1 << 62]
+
+        def steps(rank: int) -> int:
+            """Steps until all have seen three complete ones of the joiner; its torn ones."""
+            step = torn = complete = 0
+            while step < last[0]:
+                info = sessions[rank].begin()
+                step = info.step
+                if sessions[rank].end():
+                    complete += 1
+                else:
+                    torn += 1
+                if rank == 2 and complete == 3:
+                    last[0] = min(last[0], step + 1)  # nobody is past that one yet
+            return torn
+
+        with ThreadPoolExecutor(3) as threads:
+            running = [threads.submit(steps, rank) for rank in sessions]
+            group.stage(3, 2, [0, 1, 2], spread(g, [0, 1, 2]))
+            torn = [rank.result() for rank in running]
+        assert max(torn) <= 1
+        for session in sessions.values():
+            session.close()
+
+
 def test_a_barrier_that_is_tried_again_announces_what_its_cells_say() -> None:
     """All see the same tokens, by which they choose between decode and prefill."""
     with World(geometry(2, exchange()), timeouts=timeouts()) as world:
