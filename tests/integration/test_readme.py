@@ -48,7 +48,7 @@ def test_engine_of_the_readme_runs_as_written(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        said, _ = script_process.communicate(timeout=110)
+        said, _ = script_process.communicate(timeout=380)
     finally:
         script_process.kill()
         _end_what_is_left(tmp_path)
