@@ -48,7 +48,8 @@ int epc_context::check_formats() const {
   const ep_geometry& g = config.geometry;
   for (u32 i = 0; i < g.exchanges; ++i) {
     const ep_exchange_config& x = g.exchange[i];
-    if (x.layout != EP_LAYOUT_ROUTED && g.slots > kMostSlots)
+    const bool places = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED || (x.layout == EP_LAYOUT_ARRIVAL && x.cpu_sync);
+    if (places && g.slots > kMostSlots)
       return ep::fail(EP_EINVAL, "exchange %u places rows by %u slots; on a GPU a rank has at most %u, lower slots_per_rank", i, g.slots, kMostSlots);
     if (ep::row_payload_bytes(x.dispatch_dtype, g.hidden) % 16)
       return ep::fail(EP_EINVAL, "exchange %u has rows of %llu bytes; on a GPU they must be a multiple of 16, change hidden %u", i,
