@@ -77,6 +77,9 @@ class Session:
         self._exchanges: dict[str, AnyExchange] = {}
         self._kinds: list[Exchange] = []  # the same, and an AutoExchange's two
 
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of group {self.config.name!r}, incarnation {self.incarnation}>"
+
     # ---- steps
 
     def step(self, tokens: int = 0, *, prompt: bool = False, timeout: float | None = None) -> Step:

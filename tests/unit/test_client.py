@@ -120,3 +120,7 @@ def test_forked_child_is_refused(session: Session, handle: DoubleHandle) -> None
     os.close(read)
     os.waitpid(pid, 0)
     assert handle.calls == []
+
+
+def test_a_session_says_whose_it_is(session: Session) -> None:
+    assert repr(session) == f"<rank 0 of group {session.config.name!r}, incarnation 1>"
