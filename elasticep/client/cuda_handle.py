@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elasticep.client.handle import DispatchInput
+from elasticep.client.handle import DispatchInput, expulsion
 from elasticep.errors import (
     ConfigError,
     ElasticEPError,
@@ -26,7 +26,6 @@ from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
 
-_TEXT_BYTES: Final = 512
 POLICY_SERVE: Final = 1  # EP_POLICY_SERVE
 
 
@@ -225,14 +224,7 @@ class CudaHandle:
 
     def fenced(self) -> Fenced | None:
         """Why this rank was expelled, if it was."""
-        epoch = ctypes.c_uint64(0)
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        code = self._api.epc_session_fenced(
-            self._session, ctypes.byref(epoch), ctypes.addressof(text), _TEXT_BYTES
-        )
-        if code != 1:
-            return None
-        return Fenced(epoch.value, text.value.decode("utf-8", "replace") or "no reason given")
+        return expulsion(self._api.epc_session_fenced, self._session)
 
     def _check(self, code: int, what: str) -> None:
         if code == abi.Error.EFENCED:

@@ -268,18 +268,22 @@ class NativeHandle:
         if code == abi.Error.EINVAL and what == _DISPATCH:
             return TensorError(str(error))
         if code in (abi.Error.EFENCED, abi.Error.EGONE):
-            return self._fenced() or _gone(error)
+            return expulsion(self._api.ep_session_fenced, self._session) or _gone(error)
         return error
 
-    def _fenced(self) -> Fenced | None:
-        epoch = ctypes.c_uint64(0)
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        fenced = self._api.ep_session_fenced(
-            self._session, ctypes.byref(epoch), ctypes.addressof(text), _TEXT_BYTES
-        )
-        if fenced != 1:
-            return None
-        return Fenced(epoch.value, text.value.decode("utf-8", "replace") or "no reason given")
+
+def expulsion(fenced: Any, session: Any) -> Fenced | None:
+    """Why a rank was expelled, if it was.
+
+    Args:
+        fenced: `ep_session_fenced` or `epc_session_fenced`.
+        session: of the rank.
+    """
+    epoch = ctypes.c_uint64(0)
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    if fenced(session, ctypes.byref(epoch), ctypes.addressof(text), _TEXT_BYTES) != 1:
+        return None
+    return Fenced(epoch.value, text.value.decode("utf-8", "replace") or "no reason given")
 
 
 def _gone(error: ElasticEPError) -> ElasticEPError:

@@ -5,6 +5,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -156,6 +157,30 @@ def test_operators_use_only_the_stable_abi() -> None:
     # Mangled names in torch's or c10's namespaces would bind the binary to one release of torch.
     assert [name for name in names if "2at" in name or "3c10" in name or "5torch" in name] == []
     assert any(name.startswith(("aoti_torch_", "torch_")) for name in names)
+
+
+def test_without_torch_all_but_the_operators_is_built(tmp_path: Path) -> None:
+    def tool(name: str) -> str:
+        beside = Path(sys.executable).parent / name
+        found = shutil.which(name) or (str(beside) if beside.exists() else None)
+        if found is None:
+            pytest.skip(f"{name} is not installed")
+        return found
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    ninja, build = tool("ninja"), str(tmp_path / "build")
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare"))
+    python = tmp_path / "bare" / "bin" / "python"
+    where = ("-S", str(ROOT), "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}")
+    said = run(tool("cmake"), *where, f"-DPython_EXECUTABLE={python}", "-DELASTICEP_CUDA=OFF")
+    assert f"operators: skipped, {python} has no torch >= 2.11; engines cannot attach" in said
+    targets = run(ninja, "-C", build, "-t", "targets", "all")
+    assert "libelasticep_core.so" in targets
+    assert "_ops" not in targets
 
 
 def load_generator() -> ModuleType:
