@@ -54,7 +54,8 @@ def light_config(name: str, ranks: int, initial: int | None = None, **more: Any)
         more: other fields of the config.
     """
     given: dict[str, Any] = {
-        "timeouts": Timeouts(node_timeout_ms=15_000),  # a killed daemon is back before
+        # A killed daemon is back before, and nobody hangs so long on a machine that is busy.
+        "timeouts": Timeouts(node_timeout_ms=15_000, hang_timeout_ms=10_000),
         "spare_copies": min(2, ranks - 1),
         "flap_limit": 0,
         # On a slow machine a test lasts long enough for a view that nobody asked for.

@@ -35,7 +35,8 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 def scene(nodes: int, ranks: int, initial: int, timeouts: Timeouts | None = None) -> object:
-    given = (nodes, ranks, initial, timeouts or Timeouts(node_timeout_ms=15_000))
+    slow = Timeouts(node_timeout_ms=15_000, hang_timeout_ms=10_000)
+    given = (nodes, ranks, initial, timeouts or slow)
     return pytest.mark.parametrize("fleet", [given], indirect=True, ids=[f"{ranks}-ranks"])
 
 
@@ -179,7 +180,7 @@ def test_case_26_twenty_joins_and_leaves_leave_nothing_over(fleet: Fleet) -> Non
     fleet.wait(lambda: left()[2] == stored, f"no other keys than {stored}")
 
 
-@scene(2, 3, 3, Timeouts(node_timeout_ms=4_000))  # type: ignore[operator]
+@scene(2, 3, 3, Timeouts(node_timeout_ms=4_000, hang_timeout_ms=10_000))  # type: ignore[operator]
 def test_expelled_engine_completes_nothing_also_when_no_daemon_can_tell_it(fleet: Fleet) -> None:
     fleet.open(range(3))
     fleet.members(range(3))
