@@ -28,7 +28,9 @@ _FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")
 @click.option("--dry-run", is_flag=True, help="Only show the plan.")
 @click.option("--force", is_flag=True, help="Also when it is not worth it.")
 @click.option("--pause", is_flag=True, help="Move nothing in the background until --resume.")
-@click.option("--resume", is_flag=True, help="Take a pause back.")
+@click.option(
+    "--resume", is_flag=True, help="Take a pause back; let experts of an imported plan move again."
+)
 @click.option("--reason", default="", help="Why it is paused; shown in status.")
 @click.option("--watch", is_flag=True, help="Follow it until nothing is under way.")
 @click.option(
@@ -41,7 +43,7 @@ _FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")
     "--import",
     "plan_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Go to the placement in a JSON file of any form.",
+    help="Go to the placement in a JSON file of any form, and keep it until --resume or --force.",
 )
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(group: str, output: str, **options: Any) -> None:
@@ -148,6 +150,11 @@ def _print(request: "RebalanceRequest", answer: "RebalanceResponse") -> None:
         click.echo(f"nothing was done; {answer.reason}")
     elif answer.accepted:
         click.echo(f"it is carried out: {answer.reason}")
+        if answer.status.held:
+            click.echo(
+                "it is kept: nothing moves by load any more, until elasticep rebalance "
+                f"{request.group} --resume (or --force)"
+            )
     else:
         click.echo(f"nothing is done: {answer.reason}")
 

@@ -287,11 +287,13 @@ class SaveRebalance:
         paused: why nothing is to be moved; empty: it may be.
         asked: "", "force" or "import", until that is done.
         placement: `Placement.to_bytes` of an import.
+        held: an imported placement is kept: nothing moves for balance without being asked.
     """
 
     paused: str
     asked: str
     placement: bytes
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

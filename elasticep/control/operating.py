@@ -52,6 +52,8 @@ async def rebalance(
         raise InvalidPlacement(planned.error)
     go, reason = planned.verdict()
     dry = request.action == controller_pb2.REBALANCE_ACTION_DRY_RUN
+    # What is imported is kept from now on, also if it is in place already.
+    go = go or (ask is not None and ask.what == "import")
     if go and ask is not None:
         await term.rebalance(request.group, ask)
     return _answer(term, background, planned, reason, accepted=go and not dry)

@@ -27,6 +27,7 @@ from elasticep.control.views import View, describe_ranks
 
 _FIRST_PAUSE_MS: Final = 1_000  # after one that was abandoned; doubles
 _LONGEST_PAUSE_MS: Final = 300_000
+HELD: Final = "an imported placement is kept; elasticep rebalance --resume lets experts move again"
 _ATTEMPTS: Final = 8  # of what an operator asked for
 
 
@@ -105,6 +106,7 @@ class Rebalancer:
         paused: an operator wants none; why.
         asked: what an operator asked for that is not done: "", "force" or "import".
         wanted: the placement of an import.
+        held: a placement was imported and is kept: nothing moves for balance without being asked.
         doing: what it does.
         why: what it waits for, or does.
         run: the rebalance under way.
@@ -119,6 +121,7 @@ class Rebalancer:
     paused: str = ""
     asked: str = ""
     wanted: Placement | None = None
+    held: bool = False
     doing: Doing = Doing.IDLE
     why: str = "no view yet"
     run: Run | None = None
@@ -141,14 +144,14 @@ class Rebalancer:
         """As an operator left it."""
         made = cls(alive_ms=now_ms, progress_ms=now_ms)
         if saved is not None:
-            made.paused, made.asked = saved.paused, saved.asked
+            made.paused, made.asked, made.held = saved.paused, saved.asked, saved.held
             made.wanted = Placement.from_bytes(saved.placement) if saved.placement else None
         return made
 
     def record(self) -> ev.SaveRebalance:
         """What must survive a change of the leader."""
         placement = self.wanted.to_bytes() if self.wanted is not None else b""
-        return ev.SaveRebalance(self.paused, self.asked, placement)
+        return ev.SaveRebalance(self.paused, self.asked, placement, self.held)
 
     # ---- operators
 
@@ -159,14 +162,15 @@ class Rebalancer:
         out.note("rebalance.paused", reason=self.paused)
 
     def resume(self, out: Outcome) -> None:
-        """Go on."""
-        self.paused = ""
+        """Go on, also from a placement that was imported."""
+        self.paused, self.held, self._judged = "", False, None
         out.writes.append(self.record())
         out.note("rebalance.resumed")
 
     def ask(self, asked: str, wanted: Placement | None, out: Outcome) -> None:
         """An operator wants one now, or a placement of their own."""
         self.asked, self.wanted, self._failures, self._not_before_ms = asked, wanted, 0, 0
+        self.held = wanted is not None
         self._answers = False  # a plan or rebalance under way was not made for this
         out.writes.append(self.record())
         out.note("rebalance.asked", what=asked)
@@ -243,6 +247,9 @@ class Rebalancer:
                 self._single, self._single_epoch = -1, view.epoch
             cover = group.config.spare_copies >= 1 and now.single != self._single
             lost = _restorable(view.placement, group.refused)
+            if self.held and not lost:
+                self.why = HELD
+                return None
             uneven = around.loads is not None and now.mean > policy.target
             if not (cover and now.single) and not lost and not uneven:
                 self.why = f"balanced (imbalance {now.mean:.3f}, target {policy.target:g})"
@@ -282,6 +289,7 @@ class Rebalancer:
             if planned.error:
                 self._judged = None
                 self._pause_after_failure(now_ms)
+                self.held = self.held and self.asked != "import"  # it cannot be reached
             self._answered(out)
             return
         self.run = Run(planned, view.epoch, self.why, now_ms)
@@ -376,6 +384,7 @@ class Rebalancer:
         self._pause_after_failure(now_ms)
         self._end(f"abandoned: {why}")
         if self._failures >= _ATTEMPTS:
+            self.held = self.held and self.asked != "import"  # it was not reached
             self._answered(out)
 
     def _pause_after_failure(self, now_ms: int) -> None:

@@ -9,7 +9,7 @@
     /elasticep/v1/groups/<group>/members/<rank>   {incarnation, node, phase, since, held, reason,
                                                    ended_unix_ms}
     /elasticep/v1/groups/<group>/history/<epoch>  {sentence, members, expelled, at_unix_ms}
-    /elasticep/v1/groups/<group>/rebalance        {paused, asked, placement}: what an operator wants
+    /elasticep/v1/groups/<group>/rebalance        {paused, asked, placement, held}: by operators
     /elasticep/v1/groups/<group>/loads            tokens of every (layer, expert), compressed
 
 One leader serves all groups, because a node has one session for all of them. Only the leader key
@@ -113,7 +113,12 @@ def operations(group: str, write: ev.Write, at: Moment) -> list[Put | Delete]:
         return [Put(f"{base}/members/{write.rank}", _json(_plain_seat(write, at)))]
     if isinstance(write, ev.SaveRebalance):
         placement = base64.b64encode(write.placement).decode()
-        content = {"paused": write.paused, "asked": write.asked, "placement": placement}
+        content = {
+            "paused": write.paused,
+            "asked": write.asked,
+            "placement": placement,
+            "held": write.held,
+        }
         return [Put(f"{base}/rebalance", _json(content))]
     if isinstance(write, ev.SaveLoads):
         return [Put(f"{base}/loads", zlib.compress(write.tokens.astype("<i8").tobytes(), level=1))]
@@ -246,7 +251,8 @@ def _rebalance(value: bytes) -> ev.SaveRebalance:
     placement = base64.b64decode(plain["placement"], validate=True)
     if placement:
         Placement.from_bytes(placement)
-    return ev.SaveRebalance(str(plain["paused"]), str(plain["asked"]), placement)
+    held = bool(plain.get("held", False))  # older controllers did not write it
+    return ev.SaveRebalance(str(plain["paused"]), str(plain["asked"]), placement, held)
 
 
 def _json(plain: object) -> bytes:

@@ -98,6 +98,7 @@ def rebalance_status(rebalancer: Rebalancer, now_ms: int) -> controller_pb2.Reba
         looked_ms_ago=max(0, now_ms - rebalancer.alive_ms),
         completed=rebalancer.completed,
         stuck=rebalancer.stuck,
+        held=rebalancer.held,
     )
     if run is not None:
         status.stage, status.stages = run.stage, len(run.planned.path)

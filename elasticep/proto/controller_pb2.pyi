@@ -1235,6 +1235,7 @@ class RebalanceStatus(_message.Message):
     COMPLETED_FIELD_NUMBER: _builtins.int
     STUCK_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     doing: _builtins.str
     """idle, planning, running"""
     why: _builtins.str
@@ -1255,6 +1256,8 @@ class RebalanceStatus(_message.Message):
     completed: _builtins.int
     """by this leader"""
     stuck: _builtins.int
+    held: _builtins.bool
+    """an imported placement is kept: nothing moves for balance unasked"""
     @_builtins.property
     def last(self) -> Global___RebalanceResult: ...
     def __init__(
@@ -1275,10 +1278,11 @@ class RebalanceStatus(_message.Message):
         completed: _builtins.int = ...,
         stuck: _builtins.int = ...,
         last: Global___RebalanceResult | None = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "bytes", b"bytes", "bytes_done", b"bytes_done", "completed", b"completed", "doing", b"doing", "last", b"last", "looked_ms_ago", b"looked_ms_ago", "moves", b"moves", "moves_done", b"moves_done", "paused", b"paused", "progress_ms_ago", b"progress_ms_ago", "stage", b"stage", "stages", b"stages", "stuck", b"stuck", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "bytes", b"bytes", "bytes_done", b"bytes_done", "completed", b"completed", "doing", b"doing", "held", b"held", "last", b"last", "looked_ms_ago", b"looked_ms_ago", "moves", b"moves", "moves_done", b"moves_done", "paused", b"paused", "progress_ms_ago", b"progress_ms_ago", "stage", b"stage", "stages", b"stages", "stuck", b"stuck", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

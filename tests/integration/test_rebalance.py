@@ -236,6 +236,16 @@ def test_an_imported_plan_is_carried_out(run_memory: Run, tmp_path: Path) -> Non
             assert told.exit_code == 0, told.output
             assert engines.placement == wanted
             assert adopted(controller) == engines.nodes.epoch
+            assert "it is kept" in told.output
+            (group,) = (await cluster(controller.address)).groups
+            assert group.rebalance.held
+            await ask(controller, pb.REBALANCE_ACTION_RESUME)
+            answer = await ask(controller, pb.REBALANCE_ACTION_DRY_RUN)
+            assert not answer.status.held
+            again = await ask(controller, pb.REBALANCE_ACTION_IMPORT, plan_json=file.read_text())
+            assert answer.status.asked == ""
+            assert again.accepted
+            assert again.status.held, "what is in place already is kept, too"
 
     run_memory(scenario)
 

@@ -3,9 +3,9 @@
 import pytest
 
 from elasticep.control.background import Ask, Pause, Resume
-from elasticep.control.placement import InvalidPlacement
+from elasticep.control.placement import InvalidPlacement, Placement
 from elasticep.control.planfile import import_json
-from elasticep.control.rebalance import Doing
+from elasticep.control.rebalance import HELD, Doing
 from elasticep.testing.balanced import Balanced, hot_rank, swapped
 
 
@@ -55,6 +55,61 @@ def test_a_pause_holds_what_was_asked_for_before_it_too() -> None:
     group.operate(Resume())
     group.until(lambda: rebalancer.completed == 1, tokens)
     assert rebalancer.asked == ""
+
+
+def imported(group: Balanced) -> Placement:
+    """A placement was imported and is in force; loads are uneven in it."""
+    wanted = swapped(group.world.view.placement)
+    group.operate(Ask("import", wanted))
+    rebalancer = group.background.rebalancer
+    group.until(lambda: not rebalancer.asked and rebalancer.completed == 1)
+    assert group.world.view.placement == wanted
+    return wanted
+
+
+def test_an_imported_placement_is_kept_until_it_is_given_up() -> None:
+    group = Balanced(experts=8, slots=4)
+    imported(group)
+    tokens, epoch = hot_rank(group), group.world.view.epoch
+    group.advance(20_000, tokens)
+    rebalancer = group.background.rebalancer
+    assert (rebalancer.held, rebalancer.why) == (True, HELD)
+    assert group.imbalance > 1.2
+    group.next_leader()
+    group.advance(20_000, tokens)
+    rebalancer = group.background.rebalancer
+    assert (rebalancer.held, rebalancer.why, group.world.view.epoch) == (True, HELD, epoch)
+    group.operate(Resume())
+    group.until(lambda: rebalancer.completed == 1, tokens)
+    assert not rebalancer.held
+    assert group.imbalance < 1.1
+
+
+def test_who_forces_a_rebalance_does_not_keep_an_import() -> None:
+    group = Balanced(experts=8, slots=4)
+    imported(group)
+    group.operate(Ask("force"))
+    rebalancer = group.background.rebalancer
+    group.until(lambda: rebalancer.completed == 2, hot_rank(group))
+    assert not rebalancer.held
+    assert group.world.saved_rebalance is not None
+    assert not group.world.saved_rebalance.held
+
+
+def test_an_import_that_cannot_be_reached_any_more_is_not_waited_for() -> None:
+    group = Balanced(experts=8, slots=4)
+    wanted = swapped(group.world.view.placement)
+    group.operate(Pause("first the death of a rank"))
+    group.operate(Ask("import", wanted))
+    group.world.attach = False
+    del group.counters[3]
+    group.world.kill(3)
+    group.operate(Resume())
+    group.operate(Ask("import", wanted))
+    rebalancer = group.background.rebalancer
+    group.until(lambda: not rebalancer.asked)
+    assert not rebalancer.held
+    assert group.world.view.ranks == (0, 1, 2)
 
 
 def test_case_18_a_plan_that_is_nested_too_deeply_is_a_typed_error() -> None:
