@@ -189,6 +189,7 @@ __device__ void publish(const Domain& d, const Barrier& b, u32 status) {
     *reinterpret_cast<volatile u64*>(&d.header->epoch) = d.state->epoch;
     *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
     *reinterpret_cast<volatile u32*>(&d.header->wait.phase) = kPhaseNone;
+    store_relaxed(&record->at, wall_ns());
   }
   __syncthreads();
   if (threadIdx.x) return;
@@ -397,6 +398,7 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) exchanged |= s->opened[c] != 0;
   if (complete && d.agreed && exchanged) ++s->done;
   s->torn = 1;  // until the next barrier
+  store_relaxed(&d.record->at, wall_ns());
   fence_system();
   store_relaxed(&d.record->ended, ++s->ended);
 }

@@ -194,7 +194,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
   clock_kernel<<<1, 1, 0, side>>>(reinterpret_cast<u64*>(domain.record));
   EPC_TRY(cudaStreamSynchronize(side));
-  d.monotonic_offset_ns = static_cast<long long>(ep::now_ns()) - static_cast<long long>(record->info.epoch);
+  record->offset = ep::now_ns() - record->info.epoch;
   record->info.epoch = 0;
   State initial{};
   initial.torn = 1;
@@ -204,6 +204,15 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = open_exchanges()) return bad;
   EPC_TRY(cudaDeviceSynchronize());
   return take_lock ? hold.take(header->runner, config.incarnation) : 0;
+}
+
+// The clocks of GPU and host drift apart, and the daemon is told in the host's when a wait began: it must not seem longer than
+// it is. A difference that is read late is too large, never too small.
+void epc_context::note_clock(bool at_once) {
+  volatile Record& r = *record;
+  const long long kept = static_cast<long long>(r.offset), read = static_cast<long long>(ep::now_ns() - r.at);
+  if (read < kept) r.offset = u64(read);
+  else if (at_once) r.offset = u64(kept + (read - kept) / 16);
 }
 
 int epc_context::stage(const u8* image) {

@@ -84,6 +84,8 @@ struct Record {
   u64 complete_step;  // the highest step that was complete
   epc_fault fault;
   u64 begun, ended;   // barriers and step ends that have run; written last, so that whoever reads a new number sees the rest
+  u64 at;             // globaltimer when one of them was written
+  u64 offset;         // CLOCK_MONOTONIC - globaltimer; the host's, see epc_context::note_clock
   HostCounts counts[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];
 };
 
@@ -93,7 +95,6 @@ struct Domain {
   u32 me, ranks, topk, experts, slots, hidden, layers, count_loads, serve_lost, agreed;
   u64 leave, cells, cell_bytes, loads;
   u64 exchange_timeout_ns, step_timeout_ns, suspect_ns;
-  long long monotonic_offset_ns;  // CLOCK_MONOTONIC - globaltimer
   State* state;
   const Staged* staged;        // [EP_BANKS]
   Copies* active;              // [layers][experts] of the running view, at one address for all views

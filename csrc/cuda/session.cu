@@ -306,7 +306,9 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
   const volatile u64& seen = what == EPC_WAIT_ENDED ? record.ended : record.begun;
   const u64 began = ep::now_ns();
   u64 asked = began;
+  bool watched = false;
   while (seen < count) {
+    watched = true;
     const u64 now = ep::now_ns();
     if (now - began > kSpin) usleep(20);
     if (now - asked < kMs) continue;
@@ -321,6 +323,7 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
                     cudaGetErrorString(status));
   }
   std::atomic_thread_fence(std::memory_order_acquire);
+  s->context->note_clock(watched);
   return 0;
 }
 

@@ -115,7 +115,7 @@ struct Waiter {
     ep::WaitRecord* w = &d.header->wait;
     store_relaxed(reinterpret_cast<u32*>(&w->exchange), exchange);
     store_relaxed(reinterpret_cast<u32*>(&w->rank), source);
-    store_relaxed(reinterpret_cast<u64*>(&w->since_ns), since + u64(d.monotonic_offset_ns));
+    store_relaxed(reinterpret_cast<u64*>(&w->since_ns), since + load_relaxed(&d.record->offset));
     store_relaxed(reinterpret_cast<u32*>(&w->phase), phase);
   }
 

@@ -1,6 +1,7 @@
 """What the children of a fleet run to look at single rules: bits, refusals, works, barriers."""
 
 import random
+import time
 from typing import Any
 
 import torch
@@ -265,6 +266,15 @@ def empty_steps(member: Member, count: int) -> list[list[int]]:
     torch.cuda.synchronize()
     results = [seat.context.result() for seat in seats]
     return [[r.step, int(r.status)] for r in results]
+
+
+def lone_barrier(member: Member) -> dict[str, int]:
+    """The first rank waits at a barrier to which nobody else comes."""
+    seat = seats_of(member)[0]
+    began = time.monotonic_ns()
+    seat.context.step_begin(0, seat.stream.cuda_stream)
+    torch.cuda.synchronize()
+    return {"began": began, "status": int(seat.context.result().status)}
 
 
 def two_channels(member: Member, rounds: int, tokens: int = 8) -> dict[str, Any]:

@@ -225,6 +225,15 @@ def test_agreed_works_are_repeated_by_all_and_settled_by_a_barrier() -> None:
     assert not lines[6 + 2][2]
 
 
+def test_the_daemon_is_told_when_a_wait_began() -> None:
+    shape = geometry(2, [exchange(8)], experts=8)
+    with Fleet(FleetSpec(geometry=shape, **one_card(2), step_timeout_ms=1200), SHARED) as f:
+        (found,) = f.run(f"{FORMATS}:lone_barrier")
+        since = f.headers[0].status().wait_since_ns
+    assert found["status"] == native.StepStatus.TIMEOUT
+    assert 0 <= since - found["began"] < 50_000_000  # of the host's clock, in nanoseconds
+
+
 def test_a_rank_that_is_slow_in_steps_without_exchanges_skips_none() -> None:
     with on_one_card(geometry(3, [exchange(8)], experts=8), 3) as f:
         (ends,) = f.run(f"{FORMATS}:empty_steps", count=100)
