@@ -34,6 +34,7 @@ struct Watch {
   u32 holder;          // ep_holder
   u32 seen = 0;        // last word handled
   bool held = false;
+  u32 inc = 0;         // incarnation that the lock named then
   RobustLock& lock() const { return holder == EP_HOLDER_RUNNER ? header->runner : header->engine; }
 };
 
@@ -90,8 +91,9 @@ struct ep_watcher {
         return w.seen = word;
       }
       if (word & FUTEX_OWNER_DIED) {
-        if (w.seen != word || w.held) {
+        if (w.seen != word || w.held || w.inc != lock.inc.load()) {
           u32 inc = lock.inc.load(), pid = lock.pid.load();
+          w.inc = inc;
           if (!inc) {
             // It died before it wrote its number. A grant in between clears the word before it raises the incarnation: what
             // was read is of `present` only if that still stands, and the next one must not be taken for dead.
@@ -111,9 +113,15 @@ struct ep_watcher {
       }
       if (!(word & FUTEX_WAITERS) && !lock.word.compare_exchange_weak(word, word | FUTEX_WAITERS)) continue;
       word |= FUTEX_WAITERS;
+      const u32 inc = lock.inc.load();
+      if (w.held && w.inc && w.inc != inc) {  // let go, and taken under the next incarnation, between two looks
+        w.held = false;
+        emit(w, EP_EVENT_RELEASED, 0, w.inc);
+      }
+      w.inc = inc;
       if (!w.held) {
         w.held = true;
-        emit(w, EP_EVENT_HELD, lock.pid.load(), lock.inc.load());
+        emit(w, EP_EVENT_HELD, lock.pid.load(), inc);
       }
       return w.seen = word;
     }

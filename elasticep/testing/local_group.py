@@ -128,6 +128,10 @@ class LocalGroup:
             )
             self.wait_for(lambda: seat.runner is not None, f"the worker of rank {rank}")
 
+    def header_fd(self, rank: int) -> int:
+        """The memfd of a rank's header; it stays the group's."""
+        return self._seats[rank].header_fd
+
     def ticket(self, rank: int, role: int = abi.Role.ENGINE) -> str:
         """A single-use ticket for the socket."""
         name = f"{rank}-{role}-{os.urandom(6).hex()}"

@@ -1,0 +1,86 @@
+"""What a watcher tells of locks that changed more than once between two of its looks."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+from elasticep.native import abi
+from elasticep.testing.local_group import LocalGroup
+from elasticep.testing.small import exchange, geometry
+
+_DEADLINE_S = 60.0
+_WATCH = """
+import select
+import sys
+from elasticep.native.region import Header
+from elasticep.native.watcher import Watcher
+
+watcher = Watcher()
+watcher.watch(1, 1, Header(int(sys.argv[1]), int(sys.argv[2])))
+while True:
+    select.select([watcher.fd], [], [])
+    for event in watcher.events():
+        print(event.kind.name, event.holder.name, event.incarnation, flush=True)
+"""
+
+
+class Watching:
+    """A process that watches a rank's locks, as a daemon does."""
+
+    def __init__(self, header_fd: int, digest: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _WATCH, str(header_fd), str(digest)],
+            stdout=subprocess.PIPE,
+            pass_fds=[header_fd],
+        )
+        assert self.process.stdout is not None
+        self._out = self.process.stdout.fileno()
+        self._text = b""
+
+    def until(self, *lines: str) -> list[str]:
+        """Everything told so far, when these lines are among it."""
+        while not set(lines) <= set(told := self._text.decode().splitlines()):
+            ready, _, _ = select.select([self._out], [], [], _DEADLINE_S)
+            assert ready, f"{lines} are not told within {_DEADLINE_S} s, but {told}"
+            self._text += os.read(self._out, 4096)
+        self._text = b""
+        return told
+
+    def stop(self) -> None:
+        """Let it look no more for a while."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_lock_that_was_let_go_and_taken_anew_meanwhile_is_told_of() -> None:
+    """A watcher that does not get the processor sees the next incarnation's holder only: it tells
+    of both, or the seat would stay without its engine for good.
+    """
+    g = geometry(1, exchange(), launch=abi.Launch.INLINE)
+    with LocalGroup(g) as group:
+        watching = Watching(group.header_fd(0), group.layout.digest)
+        try:
+            first = group.session(0)
+            watching.until("HELD RUNNER 1", "HELD ENGINE 1")
+            watching.stop()
+            first.close()
+            group.open_seat(0)
+            second = group.session(0)
+            watching.process.send_signal(signal.SIGCONT)
+            told = watching.until("HELD RUNNER 2", "HELD ENGINE 2")
+            for holder in ("RUNNER", "ENGINE"):
+                assert told.index(f"RELEASED {holder} 1") < told.index(f"HELD {holder} 2")
+            second.close()
+            assert sorted(watching.until("RELEASED RUNNER 2", "RELEASED ENGINE 2")) == [
+                "RELEASED ENGINE 2",
+                "RELEASED RUNNER 2",
+            ]
+        finally:
+            watching.close()
