@@ -14,6 +14,7 @@
 
 #include "bank.h"
 #include "barrier.h"
+#include "cgroup.h"
 #include "errors.h"
 #include "sys.h"
 
@@ -29,35 +30,6 @@ u64 available_bytes() {
     if (sscanf(line, "MemAvailable: %llu kB", (unsigned long long*)&kib) == 1) break;
   fclose(f);
   return kib * 1024;
-}
-
-// Files' pages that are charged to the cgroup and that the kernel lets go of when it needs room, such as a checkpoint's.
-u64 cgroup_cache_bytes() {
-  FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
-  if (!f) return 0;
-  char line[128];
-  u64 sum = 0, bytes = 0;
-  while (fgets(line, sizeof line, f))
-    if (sscanf(line, "inactive_file %llu", (unsigned long long*)&bytes) == 1 || sscanf(line, "active_file %llu", (unsigned long long*)&bytes) == 1) sum += bytes;
-  fclose(f);
-  return sum;
-}
-
-// The cgroup's limit counts too: memfd pages are charged to it. ~0 when there is none.
-u64 cgroup_room_bytes() {
-  auto number = [](const char* path) {
-    u64 value = ~0ull;
-    if (FILE* f = fopen(path, "re")) {
-      if (fscanf(f, "%llu", (unsigned long long*)&value) != 1) value = ~0ull;
-      fclose(f);
-    }
-    return value;
-  };
-  u64 limit = number("/sys/fs/cgroup/memory.max"), used = number("/sys/fs/cgroup/memory.current");
-  if (limit == ~0ull || used == ~0ull) return ~0ull;
-  const u64 cache = cgroup_cache_bytes();
-  used -= cache < used ? cache : used;
-  return limit > used ? limit - used : 0;
 }
 }  // namespace
 
@@ -104,10 +76,11 @@ int ep_memory_create(const char* name, uint64_t bytes) {
   if (bytes == 0) return fail(EP_EINVAL, "memory '%s' of 0 bytes", name);
   // Refused before the kernel would kill somebody for it.
   u64 free_bytes = available_bytes(), room = cgroup_room_bytes();
-  if (room < free_bytes) free_bytes = room;
-  if (free_bytes && bytes > free_bytes)
-    return fail(EP_ESHORT, "memory '%s' needs %llu bytes and %llu are available; lower max_tokens, max_ranks or slots_per_rank", name,
-                (unsigned long long)bytes, (unsigned long long)free_bytes);
+  const bool bounded = room < free_bytes;
+  if (bounded) free_bytes = room;
+  if ((free_bytes || bounded) && bytes > free_bytes)
+    return fail(EP_ESHORT, "memory '%s' needs %llu bytes and %llu are available%s lower max_tokens, max_ranks or slots_per_rank", name,
+                (unsigned long long)bytes, (unsigned long long)free_bytes, bounded ? " within the limit of its cgroup; raise that, or" : ";");
   int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return fail(-errno, "memfd '%s': %s", name, strerror(errno));
   if (ftruncate(fd, off_t(bytes)) || fallocate(fd, 0, 0, off_t(bytes))) {
