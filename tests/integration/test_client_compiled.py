@@ -22,26 +22,27 @@ LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 4, 2, 16, 6
 
 def config(ranks: int = 1, **exchange: Any) -> GroupConfig:
     wire = {"dispatch_dtype": "fp32", "combine_dtype": "fp32", "max_tokens": CAP, **exchange}
+    launch, hidden = wire.pop("launch", Launch.INLINE), wire.pop("hidden", HIDDEN)
     return GroupConfig(
         name="local",
         geometry=GroupGeometry(
             layers=LAYERS,
             experts=EXPERTS,
             topk=TOPK,
-            hidden=HIDDEN,
+            hidden=hidden,
             slots_per_rank=EXPERTS,
             max_ranks=ranks,
         ),
         exchanges=(("decode", ExchangeSpec.preset(wire.pop("preset", "ROUTED"), **wire)),),
         initial_ranks=ranks,
         spare_copies=0,
-        launch=Launch.INLINE,
+        launch=launch,
     )
 
 
-def inputs(seed: int) -> tuple[Any, Any, Any]:
+def inputs(seed: int, hidden: int = HIDDEN) -> tuple[Any, Any, Any]:
     rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(CAP, HIDDEN, generator=rng)
+    x = torch.randn(CAP, hidden, generator=rng)
     ids = torch.rand(CAP, EXPERTS, generator=rng).topk(TOPK)[1]
     return x, ids, torch.rand(CAP, TOPK, generator=rng)
 
@@ -123,12 +124,49 @@ def compiled_ranks(ranks: int = 1, **changes: Any) -> Iterator[tuple[Any, Any, l
         def eager(session: Any) -> None:
             exchange = session.exchange("decode")
             with session.step():
-                exchange.combine(0, exchange.dispatch(0, *inputs(1)))
+                hidden = group_config.geometry.hidden
+                exchange.combine(0, exchange.dispatch(0, *inputs(1, hidden)))
 
         on_all(sessions, eager)
         yield group, table, sessions
         for session in sessions:
             session.detach()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"preset": "LOW_LATENCY", "dispatch_dtype": "fp8", "scale_layout": "columns"},
+        {"preset": "EXPAND", "dispatch_dtype": "fp8", "scale_layout": "packed", "cpu_sync": False},
+    ],
+    ids=["masked", "contiguous"],
+)
+def test_all_that_a_dispatch_delivers_is_there_for_compiled_experts(spec: dict[str, Any]) -> None:
+    hidden = 256
+    more = {"hidden": hidden, "launch": Launch.SERVICE, "combine_dtype": "bf16"}
+    with compiled_ranks(**spec, **more) as (_, _, (session,)):
+        exchange = session.exchange("decode")
+
+        def model(x: Any, ids: Any, weights: Any) -> Any:
+            for layer in range(LAYERS):
+                recv = exchange.dispatch(layer, x, ids, weights)
+                y = recv.rows.float() + recv.scales.float().sum(-1, keepdim=True)
+                y = y + recv.places.clamp(min=0).sum() + recv.counts.sum()
+                if recv.row_slots is not None:
+                    y = torch.where(recv.row_slots.unsqueeze(-1) >= 0, y + recv.offsets.sum(), 0)
+                recv.out.copy_(y)
+                x = exchange.combine(layer, recv, torch.empty(len(x), hidden)) * 0.01
+            return x
+
+        whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+        batches = [inputs(seed, hidden) for seed in (3, 3, 4)]
+        results = []
+        for run, batch in zip((model, whole, whole), batches, strict=True):
+            with session.step(CAP) as step:
+                results.append(run(*batch))
+            assert step.complete
+        assert torch.equal(results[0], results[1])
+        assert not torch.equal(results[1], results[2])
 
 
 def test_ranks_of_one_process_wait_for_each_other_in_operators() -> None:
