@@ -263,7 +263,7 @@ class Fleet:
         used = child.expect("usage", fleet_cuda_pool.CLOSE_TIMEOUT_S)
         if child.baseline is None:
             child.baseline = used | {"headers": 0}
-        alone = self.spec.devices.count(child.device) == 1
+        alone = self.spec.devices.count(child.device) == 1 and not self._pool.idle(child.device)
         return left_over(child.baseline, used, alone=alone)
 
     def __enter__(self) -> Self:

@@ -125,6 +125,10 @@ class FleetPool:
         child.seats, child.busy = (), False
         self._idle.setdefault(child.device, []).append(child)
 
+    def idle(self, device: int) -> int:
+        """Children that wait on `device`."""
+        return len(self._idle.get(device, []))
+
     def close(self) -> None:
         """End the idle children."""
         for idle in self._idle.values():
@@ -144,7 +148,7 @@ def left_over(baseline: dict[str, int], used: dict[str, int], *, alone: bool) ->
     Args:
         baseline: what it used then.
         used: what it uses now.
-        alone: no other child of the fleet had its GPU, so the device's memory tells of it.
+        alone: no other child has its GPU, so the device's memory tells of it.
     """
     return [
         f"{used[name] - baseline[name]} {name}"

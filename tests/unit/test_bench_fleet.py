@@ -118,6 +118,15 @@ def test_what_is_left_behind_is_told_and_ends_the_process(what: str) -> None:
         assert pids(pool, (0,)) != [before]
 
 
+def test_memory_of_a_device_is_not_held_against_one_of_several_processes() -> None:
+    with FleetPool() as pool:
+        first, _, other = pids(pool, (0,), (1,), (2,))  # the first and the last on one device
+        with Fleet(spec((0,)), pool) as fleet:
+            fleet.run(f"{FAKES}:leave_behind", what="device memory")
+        assert pool.idle(0) == 2
+        assert pids(pool, (0,))[0] in (first, other)
+
+
 def test_what_functions_noted_is_not_left_behind(shared: FleetPool) -> None:
     (before,) = pids(shared, (0,))
     for _ in range(2):
