@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from elasticep import __version__
 from elasticep.control.events import Notice
 from elasticep.control.views import View
 
@@ -17,6 +18,12 @@ class ControllerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        Gauge(
+            "elasticep_build_info",
+            "1, with the version that runs.",
+            ["version"],
+            registry=self.registry,
+        ).labels(__version__).set(1)
         self.leader = Gauge(
             "elasticep_controller_leader", "1 while this controller leads.", registry=self.registry
         )

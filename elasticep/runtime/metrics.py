@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from elasticep import __version__
 from elasticep.errors import ConfigError
 from elasticep.runtime.weights.metrics import WeightsMetrics
 
@@ -58,6 +59,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
+        Gauge(
+            "elasticep_build_info", "1, with the version that runs", ("version",), registry=registry
+        ).labels(__version__).set(1)
         self.deaths = Counter(
             "elasticep_daemon_deaths",
             "Incarnations that ended",
