@@ -332,6 +332,16 @@ class CudaSession(Session):
                     f"{where}: rank {fault.rank} is at another layer, or brings {fault.rows} "
                     f"tokens of replicated input where this rank brings {fault.room}"
                 )
+            case Why.SEQUENCE:
+                raise UsageError(
+                    f"{where}: a step has at most 4,095 exchanges on one channel; end the step "
+                    "before this one, or use another channel"
+                )
+            case Why.SCALES:
+                raise TensorError(
+                    f"{where}: a scale of token {fault.rows} is no power of two, and the exchange "
+                    "packs scales as exponents (UE8M0); bring such scales, or another scale layout"
+                )
 
     @property
     def view(self) -> View:

@@ -190,6 +190,8 @@ def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
         (Why.LOST, ExpertsLost, "expert"),
         (Why.IDS, TensorError, "names expert 9"),
         (Why.DISAGREE, UsageError, "another layer"),
+        (Why.SEQUENCE, UsageError, "at most 4,095 exchanges"),
+        (Why.SCALES, TensorError, "a scale of token 7"),
     ],
 )
 def test_what_no_repeat_can_mend_is_raised(
