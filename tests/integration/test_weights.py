@@ -102,6 +102,27 @@ def test_what_a_view_no_longer_names_is_overwritten_only_when_the_rank_runs_it()
         lab.check(0, [2, 1, 0])
 
 
+def test_case_15_after_a_shrink_every_slot_holds_what_its_label_says() -> None:
+    """Also slots that are given anew: the label follows the bytes, never the view alone."""
+    with WeightsLab() as lab:
+        lab.start({"n0": [0], "n1": [1], "n2": [2]})
+        lab.run(1, {0: [0, 1], 1: [2, 0], 2: [3, 1]})
+        lab.ranks.pop(2).close()
+        lab.dead(2)
+        for epoch, slots in enumerate(
+            (
+                {0: [0, 1, 3], 1: [2, 0]},
+                {0: [0, -1, 3], 1: [2, 0, 1]},
+                {0: [0, 2, 3], 1: [2, -1, 1]},
+                {0: [0, 2, 3], 1: [2, 3, 1]},
+            ),
+            2,
+        ):
+            lab.run(epoch, slots, expelled=[2] if epoch == 2 else ())
+            for rank, experts in slots.items():
+                lab.check(rank, experts)
+
+
 def test_a_lost_expert_comes_from_a_backup_then_from_disk_then_it_is_named() -> None:
     with WeightsLab(experts=5, slots=5) as lab:  # which 3 nodes do not divide
         lab.start({"n0": [0], "n1": [1], "n2": [2]}, "--backup-bytes", "1000000")
