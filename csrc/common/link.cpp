@@ -1,8 +1,6 @@
 #include "link.h"
 
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -14,6 +12,7 @@
 #include <cstring>
 
 #include "errors.h"
+#include "quiet.h"
 #include "sys.h"
 
 namespace ep {
@@ -158,11 +157,7 @@ void Link::start(Handler handler, std::vector<int> own_fds) {
   handler_ = std::move(handler);
   own_fds_ = std::move(own_fds);
   stop_event_ = eventfd(0, EFD_CLOEXEC);  // -1: none is left; then the loop looks at `stop_` now and then
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  thread_ = std::thread([this] { loop(); });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  thread_ = quiet_thread([this] { loop(); });
 }
 
 void Link::send(const ep_message& message) {

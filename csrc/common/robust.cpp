@@ -1,13 +1,12 @@
 #include "robust.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <stddef.h>
 #include <unistd.h>
 
 #include <future>
 
 #include "errors.h"
+#include "quiet.h"
 #include "sys.h"
 
 namespace ep {
@@ -25,10 +24,7 @@ int RobustHold::take(RobustLock& lock, u32 inc) {
   std::promise<u32> taken;
   auto result = taken.get_future();
   stop_.store(0);
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);  // signals belong to the engine's own threads
-  thread_ = std::thread([this, &lock, inc, &taken] {
+  thread_ = quiet_thread([this, &lock, inc, &taken] {
     ListHead head;
     head.first = &head;
     head.futex_offset = long(offsetof(RobustLock, word)) - long(offsetof(RobustLock, next));
@@ -58,7 +54,6 @@ int RobustHold::take(RobustLock& lock, u32 inc) {
     futex_wake(lock.word);
     head.pending = nullptr;
   });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
   u32 holder = result.get();
   if (holder == 0) return 0;
   thread_.join();

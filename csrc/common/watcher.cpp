@@ -1,6 +1,4 @@
 // One thread of the daemon waits on every robust futex of its ranks and writes the dead words before any Python runs.
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 
 #include "errors.h"
 #include "memory.h"
+#include "quiet.h"
 #include "sys.h"
 
 using namespace ep;
@@ -160,11 +159,7 @@ ep_watcher* ep_watcher_new(void) {
   }
   auto w = new ep_watcher;
   w->event_fd = fd;
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  w->thread = std::thread([w] { w->run(); });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  w->thread = quiet_thread([w] { w->run(); });
   return w;
 }
 

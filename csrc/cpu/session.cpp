@@ -1,6 +1,7 @@
 // What an engine holds: the same calls under both launches.
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 
 #include "common/errors.h"
@@ -51,6 +52,13 @@ struct ep_session {
   bool flying[EP_MAX_CHANNELS] = {};  // between dispatch and combine others may read the rows handed over
   bool in_step = false;
   pid_t pid = getpid();
+
+  // Nothing may be unmapped while somebody still writes there.
+  ~ep_session() {
+    link.close();
+    engine_hold.release();
+    runner_hold.release();
+  }
 
   Header& header() { return runner ? runner->header() : *own.header; }
   u8* data() { return runner ? runner->data() : own.data; }
@@ -163,7 +171,8 @@ struct ep_session {
   }
 };
 
-int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, ep_session** out) {
+namespace {
+int open_session(const char* socket_path, const char* ticket, uint32_t timeout_ms, ep_session** out) {
   auto s = std::make_unique<ep_session>();
   Received welcome;
   if (int bad = s->link.open(socket_path, EP_ROLE_ENGINE, ticket, timeout_ms, &welcome)) return bad;
@@ -197,14 +206,20 @@ int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeou
   *out = s.release();
   return 0;
 }
+}  // namespace
+
+int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, ep_session** out) {
+  try {
+    return open_session(socket_path, ticket, timeout_ms, out);
+  } catch (const std::exception& error) {
+    return fail(EP_ESHORT, "this process cannot have another thread or its memory (%s); look at its limits (ulimit -u, -v) and its cgroup's", error.what());
+  }
+}
 
 void ep_session_close(ep_session* s) {
   if (!s) return;
   if (getpid() != s->pid) return;  // a forked child has neither the threads nor the seat
   if (s->in_step) ep_step_tear(s);
-  s->link.close();
-  s->engine_hold.release();
-  s->runner_hold.release();
   delete s;
 }
 
