@@ -86,8 +86,10 @@ def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
     if options["plan_file"] is not None:
         try:
             request.plan_json = options["plan_file"].read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {options['plan_file']}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {options['plan_file']}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{options['plan_file']} is no text, so no JSON") from None
     return request
 
 

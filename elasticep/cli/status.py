@@ -102,6 +102,8 @@ def _print(answer: "GetClusterResponse") -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1_000  # who searches in it wants a sentence in one line
     console.print(f"leader: {answer.leader}")
     nodes = Table("node", "domain", "daemon", "session", "heard", box=None, pad_edge=False)
     for node in answer.nodes:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from elasticep.cli.main import cli
 from elasticep.errors import NotLeader, Unavailable
-from elasticep.proto import controller_pb2_grpc
+from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
 from elasticep.rpc import DETAILS_KEY, status_of
 
 OPERATORS = ("status", "drain g 0", "undrain g 0", "policy g", "rebalance g", "group show")
@@ -80,3 +80,27 @@ def test_a_simulation_that_makes_no_sense_is_refused(flags: str, said: str) -> N
     code, text = run(f"sim {flags}")
     assert code == 2
     assert said in text
+
+
+class Leader(controller_pb2_grpc.ControllerServiceServicer):
+    """A controller with one group, one rank of which has a long story."""
+
+    def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
+        why = "memory needs 488727138304 bytes and 20037136384 are available; " * 5
+        view = types_pb2.View(group="g", epoch=3)
+        rank = controller_pb2.RankStatus(rank=1, node="n", state="gone", reason=why.strip())
+        config = types_pb2.GroupConfig(name="g")
+        group = controller_pb2.GroupStatus(config=config, view=view, ranks=[rank], history=[why])
+        return controller_pb2.GetClusterResponse(leader="c", groups=[group])
+
+
+def test_a_line_of_the_status_is_a_line_in_a_pipe() -> None:
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(Leader(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        code, text = run(f"status --controllers 127.0.0.1:{port}")
+        server.stop(None).wait()
+    assert code == 0, text
+    assert [line.count("bytes") for line in text.splitlines() if "bytes" in line] == [5, 5], text
