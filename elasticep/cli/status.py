@@ -1,12 +1,16 @@
 """`elasticep status`."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from elasticep.cli.node_status import show
 from elasticep.cli.operator import ask, controller_options
 from elasticep.cli.rebalance import status_dict, status_line
+from elasticep.config import default_socket_dir
+from elasticep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,8 +34,22 @@ _HISTORY_SHOWN = 8
 @click.command("status")
 @click.argument("group", required=False)
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def command(group: str | None, output: str, **options: Any) -> None:
+@click.option(
+    "--daemon",
+    is_flag=False,
+    flag_value="",
+    metavar="[SOCKET]",
+    help="Ask the daemon of this host instead: its seats, its memory for weights and what is being "
+    "put there. A Unix socket; without one the default is asked.",
+)
+def command(group: str | None, output: str, daemon: str | None, **options: Any) -> None:
     """Show leader, nodes, members, views and what a group waits for."""
+    if daemon is not None:
+        if group is not None:
+            raise ConfigError(f"a daemon tells all it has; leave the group {group!r} away")
+        path = daemon or str(Path(default_socket_dir()) / "daemon.sock")
+        show(path, output, options["timeout"])
+        return
     from elasticep.proto import controller_pb2
 
     request = controller_pb2.GetClusterRequest(group=group or "")

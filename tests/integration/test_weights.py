@@ -1,11 +1,14 @@
 """Daemons fill arenas of expert weights: from checkpoints, replicas and backups, verified."""
 
+import json
 import os
 from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from elasticep.cli.main import cli
 from elasticep.errors import Unavailable
 from elasticep.handover import fetch_arena
 from elasticep.proto import node_pb2, node_pb2_grpc
@@ -107,6 +110,12 @@ def test_case_15_after_a_shrink_every_slot_holds_what_its_label_says() -> None:
     with WeightsLab() as lab:
         lab.start({"n0": [0], "n1": [1], "n2": [2]})
         lab.run(1, {0: [0, 1], 1: [2, 0], 2: [3, 1]})
+        told = CliRunner().invoke(
+            cli, ["status", "--daemon", lab.nodes["n2"].grpc_socket, "--output", "json"]
+        )
+        assert told.exit_code == 0, told.output
+        (arena,) = json.loads(told.output)["arenas"]
+        assert (arena["rank"], arena["slots"], arena["valid"]) == (2, 8, 4)
         lab.ranks.pop(2).close()
         lab.dead(2)
         for epoch, slots in enumerate(
