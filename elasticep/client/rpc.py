@@ -20,6 +20,7 @@ def typed_error(error: grpc.RpcError, socket: str, what: str) -> ElasticEPError:
     code: grpc.StatusCode = error.code()
     details: str = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE:
+        details = details.rpartition("connect: ")[2]  # the kernel's word, without gRPC's around it
         return DaemonUnavailable(
             f"{what}: no daemon answers behind {socket} ({details}); start `elasticep daemon` on "
             "this node, or set ELASTICEP_SOCKET to its socket"
