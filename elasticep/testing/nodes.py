@@ -84,6 +84,7 @@ class FakeNode:
         self.changed = asyncio.Event()
         self._tls = tls or TlsConfig()
         self._outbox: asyncio.Queue[NodeMessage] | None = None
+        self._answered = False
         self._task: asyncio.Task[None] | None = None
 
     # ---- the stream
@@ -99,12 +100,12 @@ class FakeNode:
             with suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
-        self._outbox = None
+        self._outbox, self._answered = None, False
 
     @property
     def connected(self) -> bool:
         """Whether a controller answered the hello of the present session."""
-        return self._outbox is not None
+        return self._answered
 
     async def _run(self) -> None:
         while True:
@@ -117,10 +118,12 @@ class FakeNode:
             call = controller_pb2_grpc.ControllerServiceStub(channel).Session()
             writer: asyncio.Task[None] | None = None
             try:
-                await call.write(NodeMessage(hello=self.hello()))
+                # What is said from here on is not in the hello, and follows it.
+                hello, self._outbox = self.hello(), asyncio.Queue()
+                await call.write(NodeMessage(hello=hello))
                 async for order in call:
                     if writer is None:
-                        self._outbox, self.sessions = asyncio.Queue(), self.sessions + 1
+                        self._answered, self.sessions = True, self.sessions + 1
                         writer = asyncio.create_task(self._write(call))
                     self._obey(order)
                     self._notify()
@@ -129,7 +132,7 @@ class FakeNode:
             except asyncio.InvalidStateError as error:
                 self.error = str(error)
             finally:
-                self._outbox = None
+                self._outbox, self._answered = None, False
                 if writer is not None:
                     writer.cancel()
                     await asyncio.gather(writer, return_exceptions=True)
