@@ -115,6 +115,30 @@ def test_between_domains_experts_are_streamed() -> None:
         assert lab.moved("n0") == {"remote": 4}
 
 
+def test_a_checkpoint_that_is_mounted_nowhere_makes_no_expert_lost() -> None:
+    """All nodes see an empty folder where it was: that is said, and when it is back it is read."""
+    with WeightsLab(layers=1) as lab:
+        lab.start({"n0": [0], "n1": [1]})
+        lab.run(1, {0: [0, 1], 1: [2, 3]})
+        mounted = lab.written.path
+        elsewhere = mounted.with_name("unmounted")
+        mounted.rename(elsewhere)
+        mounted.mkdir()
+        lab.ranks.pop(1).close()
+        lab.dead(1)
+        lab.propose(2, {0: [0, 1, 2, 3]}, expelled=[1])
+        answer = lab.staged(0, 2)
+        assert "could not be had within 3 s" in answer.error
+        assert not answer.unrestorable
+        away = lab.failures("n0", "away")
+        assert {event["kind"] for event in away} == {"checkpoint"}
+        mounted.rmdir()
+        elsewhere.rename(mounted)
+        lab.propose(3, {0: [0, 1, 2, 3]}, expelled=[1])
+        assert lab.staged(0, 3).error == ""
+        lab.check(0, [0, 1, 2, 3])
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_daemon_that_comes_back_has_its_arenas_if_somebody_kept_them(kept: bool) -> None:
     with WeightsLab() as lab:
