@@ -4,6 +4,9 @@
         subprocess.run([*host.command, "ping", "-c1", host.outside])
         host.cut()
 
+    with Namespace() as one, Namespace() as other, Wire(one, other) as wire:
+        wire.cut(FROM)  # what `one` sends to `other` is lost
+
 Needs root and `ip`. Files, and so Unix sockets and shared memory, are the same inside and outside.
 """
 
@@ -12,8 +15,11 @@ import os
 import shutil
 import subprocess
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
+BOTH: Final = "both"
+FROM: Final = "from"  # what it sends is lost, what is sent to it arrives
+TO: Final = "to"  # the other way round
 _numbers = itertools.count()
 
 
@@ -69,16 +75,29 @@ class Namespace:
     def _run(self, *words: str) -> None:
         subprocess.run([self._ip, *words], check=True, capture_output=True)
 
-    def cut(self) -> None:
-        """Take the link down: what is sent is lost, without a word."""
-        self._run("link", "set", self._link, "down")
+    def cut(self, way: str = BOTH) -> None:
+        """What is sent this way is lost, without a word; `BOTH`: the link is down."""
+        if way == BOTH:
+            self._run("link", "set", self._link, "down")
+        elif way == FROM:
+            self._run("-n", self._name, "route", "add", "blackhole", f"{self.outside}/32")
+        else:
+            self._run("route", "add", "blackhole", f"{self.inside}/32")
 
     def heal(self) -> None:
-        """Take the link up."""
+        """Everything arrives again."""
         self._run("link", "set", self._link, "up")
+        self._open_ways()
+
+    def _open_ways(self) -> None:
+        for words in (("-n", self._name, "route", "del"), ("route", "del")):
+            address = self.outside if "-n" in words else self.inside
+            command = [self._ip, *words, "blackhole", f"{address}/32"]
+            subprocess.run(command, capture_output=True)
 
     def close(self) -> None:
         """Remove it; processes inside lose their link."""
+        self._open_ways()
         subprocess.run([self._ip, "link", "del", self._link], capture_output=True)
         self._run("netns", "del", self._name)
 
@@ -92,3 +111,49 @@ class Namespace:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Wire:
+    """A link between two namespaces, beside those that they have to this one.
+
+    Attributes:
+        ends: addresses of the first and of the second.
+    """
+
+    def __init__(self, one: Namespace, other: Namespace) -> None:
+        number = next(_numbers)
+        self._hosts = (one, other)
+        self._device = f"wire{number}"
+        network, first = f"169.254.{os.getpid() % 200 + 1}", 4 * number % 240
+        self.ends = (f"{network}.{first + 1}", f"{network}.{first + 2}")
+        self._ip = one.command[0]
+        names = [host.command[-1] for host in self._hosts]
+        self._run(
+            *("link", "add", self._device, "netns", names[0], "type", "veth"),
+            *("peer", "name", self._device, "netns", names[1]),
+        )
+        for name, address in zip(names, self.ends, strict=True):
+            self._run("-n", name, "address", "add", f"{address}/30", "dev", self._device)
+            self._run("-n", name, "link", "set", self._device, "up")
+
+    def _run(self, *words: str, check: bool = True) -> None:
+        subprocess.run([self._ip, *words], check=check, capture_output=True)
+
+    def cut(self, way: str = BOTH) -> None:
+        """What the first sends to the second (`FROM`), or the other way round, is lost."""
+        for index, this in enumerate((FROM, TO)):
+            if way in (BOTH, this):
+                name = self._hosts[index].command[-1]
+                self._run("-n", name, "route", "add", "blackhole", f"{self.ends[1 - index]}/32")
+
+    def heal(self) -> None:
+        """Everything arrives again."""
+        for index, host in enumerate(self._hosts):
+            words = ("route", "del", "blackhole", f"{self.ends[1 - index]}/32")
+            self._run("-n", host.command[-1], *words, check=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It goes with its namespaces."""
