@@ -32,6 +32,7 @@ class Limits:
         fetch_s: how long a peer daemon may take to hand over a rank's memory.
         report_s: deadline of a call to a peer daemon.
         connect_s: deadline of connecting to a controller and of its first answer.
+        unreachable_s: that no controller takes this node is told of after so long.
         controller_silence_s: a controller that says nothing for this long is left.
         poll_s: interval of looking at wait records.
         staged_poll_s: interval of looking whether a joiner's engine waits in step().
@@ -55,7 +56,8 @@ class Limits:
     fetch_s: float = 2.0
     report_s: float = 1.0
     connect_s: float = 2.0
-    controller_silence_s: float = 5.0
+    unreachable_s: float = 5.0
+    controller_silence_s: float = 3.0
     poll_s: float = 0.1
     staged_poll_s: float = 0.005
     save_again_s: float = 1.0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
+_TELL_AGAIN_S: Final = 60.0
 
 
 class Orders(Protocol):
@@ -64,6 +65,7 @@ class Session:
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._unwritten = 0
+        self._why: dict[str, str] = {}  # how the last try with each controller ended
         self._told: set[str] = set()  # controllers whose refusal was logged
         self.changed = Signal()
         self.connections = 0  # made so far; with each the controller knows the hello and no more
@@ -129,10 +131,16 @@ class Session:
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        loop = asyncio.get_running_loop()
+        tell_s = loop.time() + self._limits.unreachable_s
         while True:
             for address in self._addresses:
                 if await self._one(address):
                     backoff_s = _FIRST_BACKOFF_S
+                    tell_s = loop.time() + self._limits.unreachable_s
+            if loop.time() >= tell_s:
+                self._node.log.warning("controller.unreachable", why=dict(self._why))
+                tell_s = loop.time() + _TELL_AGAIN_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S)
 
@@ -174,6 +182,7 @@ class Session:
             self._node.metrics.connected.set(0)
             self.changed.notify()
             await channel.close()
+        self._why[address] = why
         if refused:
             self._refused(address, why)
         else:
