@@ -114,7 +114,7 @@ def test_case_15_after_a_shrink_every_slot_holds_what_its_label_says() -> None:
             cli, ["status", "--daemon", lab.nodes["n2"].grpc_socket, "--output", "json"]
         )
         assert told.exit_code == 0, told.output
-        (arena,) = json.loads(told.output)["arenas"]
+        (arena,) = json.loads(told.stdout)["arenas"]
         assert (arena["rank"], arena["slots"], arena["valid"]) == (2, 8, 4)
         lab.ranks.pop(2).close()
         lab.dead(2)
