@@ -66,6 +66,7 @@ class Exchange:
         shape = (spec.channels, geometry.layers, spec.max_tokens)
         self._lost = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         self._lost_host: Any = self._lost.numpy() if self._device.type == "cpu" else None
+        self._lost_address = self._lost.data_ptr()
         self._operators = compiled.Operators(self, self._handle.operators())
         self._key = self._operators.key
         self._buffers = Buffers()
@@ -312,14 +313,17 @@ class Exchange:
         if flight.tokens == 0:
             return None  # else always: operators change the policy at run time
         flight.lost = self._lost_host[channel, flight.layer, : flight.tokens]
-        return int(flight.lost.ctypes.data)
+        place = channel * self._lost_host.shape[1] + flight.layer
+        return self._lost_address + int(place) * self.spec.max_tokens
 
     def _deliver(self, flight: Flight, channel: int) -> Received:
-        if flight.lost is not None:
-            flight.step._note_lost(flight.lost)
-            token_ok = torch.from_numpy(flight.lost == 0)
-        else:
+        lost = flight.lost
+        if lost is None or lost.tobytes().find(1) < 0:  # the quickest look at bytes
+            flight.step._note_whole(flight.tokens)
             token_ok = torch.ones(flight.tokens, dtype=torch.bool)
+        else:
+            flight.step._note_lost(lost)
+            token_ok = torch.from_numpy(lost == 0)
         struct = self._structs[channel]
         received = self._tensors.received(struct, flight.layer, channel, token_ok)
         flight.received = self._last[channel] = received

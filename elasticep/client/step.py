@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticep.errors import UsageError
+from elasticep.errors import ElasticEPError, UsageError
 from elasticep.native import abi
 
 if TYPE_CHECKING:
@@ -118,7 +118,15 @@ class Step:
         if self._begun:
             raise UsageError("this step was entered before; call session.step() for each step")
         self._begun = True
-        self._session._begin(self)
+        try:
+            self._session._begin(self)
+        except ElasticEPError:
+            raise
+        except BaseException as error:
+            # A signal's, perhaps when the barrier was passed already: no block would end the step.
+            self._session._step = None
+            self._session._tear(self, error)
+            raise
         return self
 
     def __exit__(
@@ -135,3 +143,8 @@ class Step:
             self._lost[len(lost)] = lost.copy()
         else:
             np.maximum(held, lost, out=held)
+
+    def _note_whole(self, tokens: int) -> None:
+        """An exchange of so many tokens that needed no lost expert."""
+        if tokens and tokens not in self._lost:
+            self._lost[tokens] = np.zeros(tokens, np.uint8)

@@ -176,6 +176,15 @@ def test_token_ok_marks_tokens_that_needed_a_lost_expert(handle: DoubleHandle) -
         exchange.combine(1, recv)
     assert step.token_ok.tolist() == [True, False]
     with session.step() as step:
+        handle.lost = bytes([1, 0])
+        recv = exchange.dispatch(1, *batch(), channel=1)
+        assert recv.token_ok.tolist() == [False, True]
+        exchange.combine(1, recv)
+        handle.lost = bytes([0, 0])
+        exchange.combine(0, exchange.dispatch(0, *batch()))
+        exchange.combine(0, exchange.dispatch(0, *batch(0)))  # brings no size of its own
+    assert step.token_ok.tolist() == [False, True]
+    with session.step() as step:
         for tokens in (1, 2):
             exchange.combine(0, exchange.dispatch(0, *batch(tokens)))
     with pytest.raises(UsageError, match="token_ok of what each dispatch returned"):
