@@ -49,6 +49,24 @@ def test_torn_exchange_leaves_the_block_and_an_incomplete_step(
     assert "step_tear" not in handle.names
 
 
+def test_a_signal_between_barrier_and_block_leaves_no_step_open(
+    session: Session, handle: DoubleHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler runs when the barrier returns, which others have passed, too."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(handle, "slots", interrupted)
+        with pytest.raises(KeyboardInterrupt), session.step():
+            raise AssertionError("the block was entered")
+    assert handle.names[-2:] == ["step_tear", "step_end"]
+    with session.step() as again:
+        pass
+    assert again.complete
+
+
 def test_error_in_the_engine_tears_the_step_and_propagates(
     session: Session, handle: DoubleHandle
 ) -> None:
