@@ -62,6 +62,10 @@ class Operators:
         """Operators of this exchange raise from now on."""
         ops.close_exchange(self.key)
 
+    def forget(self) -> None:
+        """Nothing that operators did until now belongs to a step: they ran outside of one."""
+        ops.take(self.key, self._taken, self._tokens)
+
     def after(self, step: "Step", error: BaseException | None) -> BaseException | None:
         """Tell a step what operators did in it.
 

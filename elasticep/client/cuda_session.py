@@ -175,6 +175,8 @@ class CudaSession(Session):
         self._check_usable()
         if self._step is not None:
             raise UsageError("a step is open already; leave its `with` block first")
+        for exchange in self._kinds:
+            exchange._operators.forget()
         step.captured = torch.cuda.is_current_stream_capturing()
         if not step.captured:
             self._arrive(step._timeout_ms)

@@ -242,6 +242,8 @@ def test_a_session_learns_once_what_operators_did(
             dispatch(memory, target.key, batch())
         assert isinstance(target.operators.after(step, caught.value), error)
     core.answers["receive"] = 0
+    dispatch(memory, target.key, batch(1))
+    target.operators.forget()
     mine = RuntimeError("of the engine")
     assert target.operators.after(step, mine) is mine
     assert target.noted == [(1, 1, 2)]
