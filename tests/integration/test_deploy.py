@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from elasticep.cli.main import cli
-from elasticep.config import ControllerConfig, DaemonConfig, load_config
+from elasticep.config import ClientConfig, ControllerConfig, DaemonConfig, load_config
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.errors import ConfigError
 from elasticep.runtime.metrics import Metrics, StepCounts
@@ -95,6 +95,24 @@ def test_daemon_unit_keeps_what_a_restart_needs() -> None:
     controller = settings_of(SYSTEMD / "elasticep-controller.service")
     assert settings["User"] == controller["User"] == "elasticep"
     assert "\nu elasticep " in (SYSTEMD / "elasticep.sysusers.conf").read_text()
+
+
+def test_engines_of_the_example_outlive_a_restart_of_the_daemon(tmp_path: Path) -> None:
+    template = SYSTEMD / "examples" / "elasticep-engine@.service"
+    unit = tmp_path / "elasticep-engine@3.service"
+    unit.write_text(template.read_text())
+    settings = settings_of(unit)
+    assert not {"Requires", "BindsTo", "PartOf", "PrivateUsers", "PrivatePIDs"} & set(settings)
+    assert settings["Wants"] == "elasticep-daemon.service"
+    daemon = settings_of(SYSTEMD / "elasticep-daemon.service")
+    assert settings["User"] == daemon["User"]
+    given = re.findall(r"^Environment=(\w+)=(\S+)$", unit.read_text(), flags=re.MULTILINE)
+    config = load_config(ClientConfig, env={name: text.replace("%i", "3") for name, text in given})
+    assert config.socket == f"/run/{daemon['RuntimeDirectory']}/daemon.sock"
+    assert (config.group, config.rank) == ("decode-0", 3)
+    need_systemd()
+    (tmp_path / "checked").mkdir()
+    assert verify(unit, tmp_path / "checked") == ""
 
 
 def test_system_calls_of_the_core_pass_the_filter() -> None:
