@@ -82,7 +82,8 @@ class World:
         self.now_ms = 1_000
         self.attach = attach
         self.nodes = {n: SimNode(n, {r: SimSeat(r) for r in ranks}) for n, ranks in nodes.items()}
-        self.membership = Membership(config, self.now_ms)
+        self.membership: Membership
+        self.lead(None)
         self.saved_view: View | None = None
         self.saved_adopted = 0
         self.saved_seats: dict[int, ev.SaveSeat] = {}
@@ -102,7 +103,7 @@ class World:
 
     def feed(self, event: ev.Event) -> Outcome:
         """Give the membership one event; write and send what it wants."""
-        return self.take(self.membership.handle(event, self.now_ms))
+        return self.take(self.decide(event))
 
     def take(self, out: Outcome) -> Outcome:
         """Write and send what an outcome wants."""
@@ -137,6 +138,14 @@ class World:
             self.now_ms = min(end, self.now_ms + step_ms)
             self.feed(ev.Tick())
 
+    def lead(self, saved: Saved | None) -> None:
+        """A controller begins to lead, with what the store holds."""
+        self.membership = Membership(self.config, self.now_ms, saved)
+
+    def decide(self, event: ev.Event) -> Outcome:
+        """What the membership wants done after an event."""
+        return self.membership.handle(event, self.now_ms)
+
     def restart_controller(self) -> None:
         """The next leader takes over from the store; nodes connect again."""
         seats = tuple(self.saved_seats[rank] for rank in sorted(self.saved_seats))
@@ -146,7 +155,7 @@ class World:
             policies=self.saved_policies,
             loads=self.saved_loads.tokens if self.saved_loads is not None else None,
         )
-        self.membership = Membership(self.config, self.now_ms, saved)
+        self.lead(saved)
         for node in self.nodes.values():
             node.inbox.clear()
             if node.up:

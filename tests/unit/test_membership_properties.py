@@ -1,14 +1,18 @@
 """The membership under random faults and orders: what must always hold, and that it heals."""
 
 import itertools
+import re
 from contextlib import suppress
+from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elasticep.control import events as ev
-from elasticep.control.events import SeatState
+from elasticep.control.events import Outcome, SeatState
+from elasticep.control.membership import Membership, Saved
 from elasticep.control.placement import SlotShortage
 from elasticep.control.seats import Phase
 from elasticep.control.views import View
@@ -20,6 +24,35 @@ RANKS = 6
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
 ranks = st.integers(0, RANKS - 1)
 nodes = st.sampled_from(sorted(NODES))
+
+
+def plain(out: Outcome) -> list[object]:
+    """An outcome as values that compare."""
+    return [
+        (type(each).__name__, each.view.digest, each.view.describe())
+        if isinstance(each, (ev.Propose, ev.SaveView))
+        else repr(each)
+        for each in (*out.now, *out.writes, *out.after, *out.notices)
+    ]
+
+
+class Twins(World):
+    """Two memberships hear the same (I8); what the first one wants is done."""
+
+    def lead(self, saved: Saved | None) -> None:
+        super().lead(saved)
+        self.twin = Membership(self.config, self.now_ms, saved)
+
+    def decide(self, event: ev.Event) -> Outcome:
+        try:
+            out = super().decide(event)
+        except (UsageError, SlotShortage) as refused:
+            with pytest.raises(type(refused), match=re.escape(str(refused))):
+                self.twin.handle(event, self.now_ms)
+            raise
+        other = self.twin.handle(event, self.now_ms)
+        assert plain(out) == plain(other), "the same events lead to other decisions"
+        return out
 
 
 class GroupUnderFaults(RuleBasedStateMachine):
@@ -42,7 +75,8 @@ class GroupUnderFaults(RuleBasedStateMachine):
             lost_experts=policy,
             flap_limit=0,
         )
-        self.world = World(config, NODES)
+        self.world = Twins(config, NODES)
+        self.renormalise = self.world.membership.policies.renormalise
         self.ended: set[tuple[int, int]] = set()  # incarnations that some view expelled
         self.checked = 0
 
@@ -120,6 +154,12 @@ class GroupUnderFaults(RuleBasedStateMachine):
     def undrain(self, rank: int) -> None:
         self.world.feed(ev.Undrain((rank,)))
 
+    @rule(renormalise=st.booleans())
+    def set_policies(self, renormalise: bool) -> None:
+        policies = replace(self.world.membership.policies, renormalise=renormalise)
+        self.world.feed(ev.SetPolicies(policies))
+        self.renormalise = renormalise
+
     @precondition(lambda self: self.world.saved_seats)
     @rule()
     def next_leader(self) -> None:
@@ -185,6 +225,7 @@ class GroupUnderFaults(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         membership = self.world.membership
+        assert membership.policies.renormalise is self.renormalise, "acknowledged, and forgotten"
         assert self.world.saved_view is membership.view
         assert self.world.saved_adopted == membership.adopted_epoch
         for rank, seat in membership.seats.items():
