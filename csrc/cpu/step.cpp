@@ -282,7 +282,7 @@ void Runner::agree(const BarrierDecision& d, ep_step_info* out) {
 
 int Runner::expelled(const BarrierDecision& d) {
   char text[EP_TEXT];
-  snprintf(text, sizeof text, "the other ranks went on without it in epoch %llu", (unsigned long long)d.epoch);
+  snprintf(text, sizeof text, "the other ranks went on without it in epoch %llu (why, `elasticep status` says: a drain, say)", (unsigned long long)d.epoch);
   fence(*own_.header, inc_, d.epoch, text);
   return fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, text);
 }
