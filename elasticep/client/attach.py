@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
+from elasticep.client.step import LONGEST_S
 from elasticep.config import ClientConfig, load_config
 from elasticep.device import Device
 from elasticep.errors import ConfigError, DaemonUnavailable, GroupMismatch, Unavailable
@@ -53,8 +54,9 @@ def attach(
         AttachError: the rank was not ready within `timeout`.
         ConfigError: group or rank are not given, or cannot be used.
     """
-    if timeout <= 0:
+    if not timeout > 0:
         raise ConfigError(f"timeout is {timeout!r} seconds; it must be positive")
+    timeout = min(timeout, LONGEST_S)
     settings = _settings(group, rank, socket, config)
     deadline = time.monotonic() + timeout
     answer = _ask(settings, config, timeout)

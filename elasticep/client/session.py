@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticep.client.handle import SessionHandle
-from elasticep.client.step import Passed, Step
+from elasticep.client.step import LONGEST_S, Passed, Step
 from elasticep.client.view import View, read_view
 from elasticep.client.weights import EngineWeights, LoadWeights
 from elasticep.errors import (
@@ -102,9 +102,9 @@ class Session:
                 f"a step with {tokens} tokens: the largest exchange of group {self.config.name!r} "
                 f"takes 0 to {cap} per rank; split the batch, or create the group with a larger cap"
             )
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout is {timeout!r} seconds; it must be positive, or None")
-        limit_ms = 0 if timeout is None else max(1, round(timeout * 1000))
+        limit_ms = 0 if timeout is None else max(1, round(min(timeout, LONGEST_S) * 1000))
         return self._new_step(tokens, limit_ms, prompt)
 
     def _new_step(self, tokens: int, timeout_ms: int, prompt: bool) -> Step:

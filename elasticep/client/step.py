@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from elasticep.client.session import Session
 
 
+LONGEST_S: Final = 4e6
+"""No wait is longer, in seconds: its milliseconds fit into 32 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Passed:
     """What all members agreed on at a barrier; the attributes of `Step` of the same names."""

@@ -198,6 +198,7 @@ def test_an_engine_of_another_user_is_told_so(daemon: Daemon, folder: Path, mode
         ({"group": "other", "config": CONFIG, "rank": 0}, "group is 'other' but config is that of"),
         ({"config": CONFIG, "rank": 2}, "ranks are 0 to 1"),
         ({"group": "demo", "rank": 0, "timeout": 0}, "timeout is 0 seconds"),
+        ({"group": "demo", "rank": 0, "timeout": float("nan")}, "timeout is nan seconds"),
         ({"group": "demo", "rank": -2}, "^rank is -2; it must be a whole number"),
     ],
 )

@@ -105,6 +105,17 @@ def test_barrier_errors_leave_no_step_open(session: Session, handle: DoubleHandl
     assert step.complete
 
 
+def test_timeouts_are_numbers_and_the_longest_fits(session: Session, handle: DoubleHandle) -> None:
+    for timeout in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="it must be positive, or None"):
+            session.step(timeout=timeout)
+    for timeout in (float("inf"), 5e6):
+        with session.step(timeout=timeout):
+            pass
+        assert ("step_begin", 0, 4_000_000_000) in handle.calls
+        handle.calls.clear()
+
+
 def test_steps_do_not_nest_and_are_used_once(session: Session) -> None:
     step = session.step()
     with step, pytest.raises(UsageError, match="open already"), session.step():
