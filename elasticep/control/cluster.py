@@ -18,12 +18,13 @@ from elasticep.control.records import Endpoint, Loaded
 from elasticep.errors import ConfigError, UnknownGroup
 from elasticep.group import GroupConfig
 
-# A new leader gives nodes this much longer to come back to it before it misses them.
+# A new leader gives nodes this much longer to come to it before it misses them: at least as long
+# as they take to leave one that was stopped.
 TAKEOVER_GRACE_MS: Final = 3_000
 MAX_NODES: Final = 4_096  # that ever said hello; their endpoints are kept
 MAX_GROUPS: Final = 256
 _DEFAULT_HEARTBEAT_MS: Final = 500
-_MOST_HEARTBEAT_MS: Final = 1_000  # a node leaves a controller that it has not heard for 5 s
+_MOST_HEARTBEAT_MS: Final = 500  # a node leaves a controller that it has not heard for 3 s
 
 Outcomes = list[tuple[str, Outcome]]
 """(group, what is to be done for it), in order."""
@@ -78,7 +79,7 @@ class Cluster:
 
     @property
     def heartbeat_ms(self) -> int:
-        """How often nodes get a heartbeat: a third of the shortest node timeout, at most 1 s."""
+        """How often nodes get a heartbeat: a third of the shortest node timeout, at most 0.5 s."""
         timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
         return min(min(timeouts) // 3, _MOST_HEARTBEAT_MS) if timeouts else _DEFAULT_HEARTBEAT_MS
 

@@ -65,6 +65,10 @@ def test_a_long_node_timeout_does_not_make_the_leader_silent_to_its_nodes() -> N
     assert cluster.heartbeat_ms * 3 < Limits().controller_silence_s * 1_000
 
 
+def test_nodes_leave_a_leader_that_was_stopped_before_the_next_one_misses_them() -> None:
+    assert Limits().controller_silence_s * 1_000 <= TAKEOVER_GRACE_MS
+
+
 def test_an_older_session_that_ends_late_does_not_end_the_newer_one() -> None:
     cluster = started()
     cluster.hello(endpoint("b"), "s2", seats(2, 3), 1_100)
