@@ -81,7 +81,7 @@ class Lab:
         if not check:
             self._kill_all()
             return
-        wait_for(lambda: not self.processes(), f"all of {self.processes()} to end", 5.0)
+        wait_for(lambda: not self.processes(), f"all of {self.processes()} to end")
         left = [p for p in self.folder.rglob("*") if p.suffix not in _KEPT and p.is_file()]
         assert not left, f"left behind: {left}"
 
@@ -118,7 +118,7 @@ class Lab:
 
     def engine(self, daemon: DaemonProcess, group: str, rank: int) -> EngineProcess:
         """An engine that begins to attach; `up()` waits for it."""
-        answer = daemon.attach(group, rank)
+        answer = daemon.attach(group, rank, wait_ms=60_000)
         engine = EngineProcess(answer.fd_socket, answer.ticket)
         self.engines.append(engine)
         return engine
