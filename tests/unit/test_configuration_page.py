@@ -75,6 +75,16 @@ INTERNAL = {
     "ELASTICEP_LIBRARY_DIR",
     "ELASTICEP_BENCH_RANKS",
     "ELASTICEP_MOVER_TLS",
+    # What the GPU's acceptance tells the tests and the build that it runs: see docs/cuda.md.
+    "ELASTICEP_CUDA",
+    "ELASTICEP_GPU_CLIENT_KILLS",
+    "ELASTICEP_GPU_EXCHANGES",
+    "ELASTICEP_GPU_KILLS",
+    "ELASTICEP_GPU_KILLS_JSON",
+    "ELASTICEP_GPU_OUT",
+    "ELASTICEP_GPU_PATIENCE",
+    "ELASTICEP_GPU_SEED",
+    "ELASTICEP_REQUIRE_GPU",
 }
 
 
