@@ -63,6 +63,23 @@ def test_case_10_map_and_weights_switch_together() -> None:
     assert len(seen) >= 2
 
 
+def test_case_10_the_next_stage_waits_until_all_run_in_the_one_before() -> None:
+    group = Balanced(experts=8, slots=5)
+    group.operate(Ask("import", swapped(group.world.view.placement)))
+    rebalancer = group.background.rebalancer
+    group.meets = False  # all stage it, and no engine comes to a step
+    group.until(lambda: rebalancer.run is not None and rebalancer.run.open_epoch > 0)
+    assert rebalancer.run is not None
+    assert len(rebalancer.run.planned.path) > 1
+    epoch = group.world.view.epoch
+    group.advance(3_000)
+    assert group.world.view.epoch == epoch
+    group.meets = True
+    group.until(lambda: rebalancer.completed == 1)
+    assert group.world.view.epoch > epoch
+    assert not group.events("rebalance.abandoned"), "it was tried too early"
+
+
 def test_case_14_no_rank_holds_an_expert_twice_in_any_view() -> None:
     group = Balanced(experts=8, slots=5)
     for turn in range(4):
