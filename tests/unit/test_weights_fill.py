@@ -274,7 +274,10 @@ def test_whatever_happens_views_in_use_read_what_they_name(tmp_path: Path) -> No
                             looked += 1
 
             tasks: dict[int, asyncio.Task[None]] = {}
-            for epoch in range(2, 40):
+            for epoch in range(2, 1_000):
+                # How soon views are ready, and so how much there is to see, hangs on the machine.
+                if epoch >= 40 and looked > 200:
+                    break
                 open_tables = [tables[e] for e in {node.epoch, *tasks}]
                 free = np.all([table < 0 for table in open_tables], axis=0)
                 table = np.where(free, rng.choice([-1, 0, 1, 2]), open_tables[0])
