@@ -241,7 +241,7 @@ def test_a_concurrent_reader_sees_whole_labels_and_their_bytes(tmp_path: Path) -
     writer.start()
     read = last = 0
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         with path.open("rb") as file:
             shared = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         arena = Arena(shared, LAYOUT)
@@ -264,7 +264,7 @@ def test_a_concurrent_reader_sees_whole_labels_and_their_bytes(tmp_path: Path) -
             read += 1
     finally:
         stop.set()
-        writer.join(30)
+        writer.join(120)
     assert writer.exitcode == 0
     assert read == 300
 
