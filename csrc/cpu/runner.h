@@ -127,6 +127,7 @@ class Runner {
   void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
   u64 last_step_here() const;
   void next_barrier();
+  void pass_floor();
 
   int join(BarrierInput& in, BarrierDecision* decision);
   void post_cells(u32 tokens);

@@ -56,11 +56,16 @@ u64 Runner::last_step_here() const {
   return last;
 }
 
-// A joiner's region may name steps beyond the group's: flags and marks of these would tear every step. So it is one barrier
-// ahead at once, and the others, who wait for it, follow.
 void Runner::next_barrier() {
-  step_ = (step_ > floor_ ? step_ : floor_) + 1;
+  ++step_;
+  pass_floor();
   cells_posted_ = false;
+}
+
+// A joiner's region may name steps beyond the group's: flags and marks of these would tear every step. So it is ahead of them
+// at once, and the others, who wait for it, follow. By an even number: cells of the barrier before stay until all are past it.
+void Runner::pass_floor() {
+  if (step_ <= floor_) step_ += (floor_ - step_) / 2 * 2 + 2;
 }
 
 void Runner::wake() {
@@ -429,7 +434,7 @@ int Runner::join(BarrierInput& in, BarrierDecision* decision) {
     bool already = false;
     for (u32 r = 0; r < g_.max_ranks; ++r) already |= r != me_ && cells_[r].valid && cells_[r].step == step && cells_[r].epoch() >= d.epoch;
     if (already) {
-      if (step_ <= floor_) step_ = floor_ + 1;  // the others follow
+      pass_floor();
       adopt(d);
       cells_posted_ = false;
       return 1;

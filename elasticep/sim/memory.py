@@ -132,6 +132,12 @@ class Memory:
         self.identity = next(_MEMORIES)
         self.rank: SimRank | None = None
 
+    def last_step(self) -> int:
+        """The highest step that anything here names."""
+        named = [self.step, *(step for step, _, _ in self.leave.values())]
+        named += (cell.step for cells in self.board.cells for cell in cells.values())
+        return max(named)
+
     def poke(self) -> None:
         """Something was written: its rank looks."""
         if self.rank is not None:

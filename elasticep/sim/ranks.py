@@ -50,7 +50,8 @@ class SimRank:
         self.view: View | None = None
         self.views: dict[int, View] = {}  # staged, later than `view`
         self.said: tuple[View, ...] | None = None  # later views in the posted cell; None: not yet
-        self.step = memory.step + 1
+        self._floor = memory.last_step()
+        self.step = self._floor + 1
         self.state = "idle"  # idle, barrier, pause, exchange, pull
         self.torn = False
         self.began_s = 0.0
@@ -215,7 +216,8 @@ class SimRank:
             assert self.view is not None
             for member in self.view.members:
                 self._leave(self.view, member.rank, expelled=False)
-            self.step, self.said, self.state = self.step + 1, None, "pause"
+            self._next_barrier()
+            self.state = "pause"
             pause_s = _DOOMED_PAUSE_LARGE_S if self.s.large else _DOOMED_PAUSE_S
             self.later(pause_s, self.enter_again)
             return False
@@ -331,10 +333,7 @@ class SimRank:
                 self._adopt(self.views[epoch])
                 self.said = None
                 return True
-        steps = sorted(
-            {c.step for cells in self._board.cells for c in cells.values()}, reverse=True
-        )
-        for step in steps[:2]:
+        for step in sorted(self._steps_of_members(), reverse=True):
             cells = {r: c for r, c in self._board.cells[step & 1].items() if c.step == step}
             decision = self._decide(step, [v for _, v in sorted(self.views.items())])
             if decision.kind is not Kind.RUN:
@@ -343,11 +342,37 @@ class SimRank:
             if self.s.agreed:
                 self.done = min(self._done_by_others(self.views[decision.epoch]), default=self.done)
             if any(c.epoch >= decision.epoch for c in cells.values()):
+                self._pass_floor()
                 self._adopt(self.views[decision.epoch])
                 self.said = None
                 return True
             return self._follow(decision)
         return False
+
+    def _steps_of_members(self) -> list[int]:
+        """The highest step of each parity in cells of incarnations that are in a staged view."""
+        highest = [
+            max(
+                (
+                    cell.step
+                    for rank, cell in cells.items()
+                    if rank != self.me
+                    and any(v.holds(rank, cell.incarnation) for v in self.views.values())
+                ),
+                default=0,
+            )
+            for cells in self._board.cells
+        ]
+        return [step for step in highest if step]
+
+    def _next_barrier(self) -> None:
+        self.step, self.said = self.step + 1, None
+        self._pass_floor()
+
+    def _pass_floor(self) -> None:
+        """Be ahead of whatever the memory names; the others follow."""
+        if self.step <= self._floor:
+            self.step += (self._floor - self.step) // 2 * 2 + 2
 
     def _expelled(self, why: str) -> bool:
         self.state = "over"
@@ -414,7 +439,8 @@ class SimRank:
             self.s.checker.step(self.seat, self.step, self.view, self._work_number)
             self.done = self._work_number
             memory.complete += 1
-        self.step, self.said, self.state = self.step + 1, None, "idle"
+        self._next_barrier()
+        self.state = "idle"
         self.progress += 1
         self.waits_for = None
         pause_s = self.s.rng.uniform(*self.s.pace_s) * self.slow
