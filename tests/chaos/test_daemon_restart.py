@@ -30,6 +30,7 @@ def test_processes_outlive_the_daemon_and_come_back(launch: Launch, number: sign
         lab.create(small_config(launch=launch))
         daemon = lab.daemon("n0", "g:0-2")
         engines = lab.serve(daemon, [0, 1])
+        lab.ready(2)
         before = {s.seat.rank: (s.worker_pid, s.engine_pid) for s in daemon.status().seats}
         status = daemon.stop(number)
         assert status == (0 if number is signal.SIGUSR1 else -signal.SIGKILL)
