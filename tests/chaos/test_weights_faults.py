@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -113,6 +114,20 @@ def test_between_domains_experts_are_streamed() -> None:
         assert "no transport between domains" in lab.staged(0, 2).error
         lab.check(0, [3, 2])
         assert lab.moved("n0") == {"remote": 4}
+
+
+def test_nothing_is_held_back_that_a_view_without_the_dead_waits_for() -> None:
+    """What it has from the view before, too: nobody steps until all of it is in place."""
+    with WeightsLab(layers=1, unit=4 * MIB) as lab:
+        lab.start({"n0": [0], "n1": [1], "n2": [2]}, "--weights-rate", "200000")
+        lab.run(1, {0: [0], 1: [1], 2: [2, 3]})
+        lab.ranks.pop(1).close()
+        lab.dead(1)
+        began = time.monotonic()
+        lab.propose(2, {0: [0, 1, 2, 3], 2: [2, 3]}, expelled=[1])
+        assert lab.staged(0, 2).error == ""
+        assert time.monotonic() - began < 20  # two replicas at that rate take 42 s
+        assert lab.moved("n0") == {"checkpoint": 2, "replica": 2}
 
 
 def test_a_checkpoint_that_is_mounted_nowhere_makes_no_expert_lost() -> None:

@@ -294,7 +294,8 @@ class Filler:
         def may() -> bool:
             return seat.memory is memory and not seat.blocked(layer, slot, expert)
 
-        urgent = attempt.first or not place.replicas or attempt.sure
+        waited = attempt.first or attempt.view.awaited
+        urgent = waited or not place.replicas or attempt.sure
         target = Target(memory, layer, slot, expert)
         return await self.supply.put(target, place, Wish(urgent, may, moved))
 

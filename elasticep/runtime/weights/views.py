@@ -25,12 +25,14 @@ class ViewTable:
         epoch, previous_epoch: of the view.
         members: rank -> (incarnation, node).
         slots: int32 [layers, max_ranks, slots], -1 = empty.
+        awaited: a member is expelled by it, so the others have no step until it is adopted.
     """
 
     epoch: int
     previous_epoch: int
     members: Mapping[int, tuple[int, str]]
     slots: NDArray[np.int32]
+    awaited: bool = False
 
     @classmethod
     def read(cls, view: types_pb2.View, shape: tuple[int, int, int], experts: int) -> Self:
@@ -47,7 +49,7 @@ class ViewTable:
             )
         members = {m.rank: (m.incarnation, m.node) for m in view.members}
         table = slots.reshape(shape).astype(np.int32)
-        return cls(view.epoch, view.previous_epoch, members, table)
+        return cls(view.epoch, view.previous_epoch, members, table, bool(view.expelled))
 
     def of(self, rank: int) -> NDArray[np.int32]:
         """A rank's slots: int32 [layers, slots]."""
