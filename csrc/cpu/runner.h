@@ -133,6 +133,7 @@ class Runner {
   void post_cells(u32 tokens);
   void read_cells(u64 step);
   u64 higher_barrier();
+  bool heard_all();
   void adopt(const BarrierDecision& d);
   void fill_info(ep_step_info* out) const;
   void agree(const BarrierDecision& d, ep_step_info* out);

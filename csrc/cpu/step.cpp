@@ -233,6 +233,21 @@ u64 Runner::higher_barrier() {
   return highest;
 }
 
+// Whether every live member of the running view has written to me for this barrier or a later one. Only then nothing can
+// come for this one any more: whoever passed it did not need a cell that is still on its way to me.
+bool Runner::heard_all() {
+  CellCopy copy;
+  for (u32 r = 0; r < g_.max_ranks; ++r) {
+    const u32 incarnation = view_->tables.head->incarnation[r];
+    if (!incarnation || r == me_ || is_dead(r, incarnation)) continue;
+    bool heard = false;
+    for (u32 parity = 0; parity < 2; ++parity)
+      heard |= read_cell(cell(own_.data, parity, r), g_.max_ranks, &copy) && copy.incarnation == incarnation && copy.step >= step_;
+    if (!heard) return false;
+  }
+  return true;
+}
+
 void Runner::adopt(const BarrierDecision& d) {
   StagedView* old = view_;
   {
@@ -346,12 +361,17 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
       d = decide(in);
       // A later barrier is joined only where this one cannot be decided: a rank that is merely slower than others, in
       // steps without exchanges, must not skip it.
-      if (d.kind == BarrierDecision::kWait)
-        if (u64 higher = higher_barrier()) {
+      if (d.kind == BarrierDecision::kWait && higher_barrier() && heard_all()) {
+        // They may have written their cells since these were read, and have passed.
+        read_cells(step_);
+        d = decide(in);
+        u64 higher = d.kind == BarrierDecision::kWait ? higher_barrier() : 0;
+        if (higher) {
           step_ = higher;
           cells_posted_ = false;
           continue;
         }
+      }
     } else if (join(in, &d)) {
       continue;  // became a member, or entered a barrier as one
     }

@@ -177,7 +177,7 @@ def test_i3_left_behind_by_an_adoption() -> None:
 
 def test_steps_without_exchanges_are_in_lockstep(scene: Scene) -> None:
     """Nothing holds ranks together between barriers; a slow one must not skip those of others."""
-    steps = 200
+    steps = 1_000
 
     def run(s: RawSession) -> list[int]:
         seen = []
