@@ -63,6 +63,7 @@ byte completed[12];     /* [rank * 4 + step]: the epoch in which it completed */
 #define here(q) (region[me].cell_step[cell(q)] == step)
 #define arrived(q) (!in(q) || here(q) || dead(q))
 #define higher(q) (region[me].cell_step[cell(q)] > step || region[me].cell_step[other(q)] > step)
+#define heard(q) (!in(q) || dead(q) || here(q) || higher(q))
 #define newer(q) (here(q) && region[me].cell_epoch[cell(q)] > epoch)
 /* Of the two members of both views, the other one has staged view 2, or is dead without a cell. */
 #ifdef EARLY_ADOPT
@@ -120,7 +121,7 @@ barrier:
 wait_barrier:
   atomic {
     if
-    :: (higher(p) || higher(r)) && !(arrived(p) && arrived(r)) ->
+    :: (higher(p) || higher(r)) && heard(p) && heard(r) && !(arrived(p) && arrived(r)) ->
        if
        :: higher(p) -> step = (region[me].cell_step[cell(p)] > step -> region[me].cell_step[cell(p)] : region[me].cell_step[other(p)])
        :: else -> step = (region[me].cell_step[cell(r)] > step -> region[me].cell_step[cell(r)] : region[me].cell_step[other(r)])

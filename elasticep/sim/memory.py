@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -113,6 +113,29 @@ class Board:
         if old is None or old.incarnation <= cell.incarnation:
             self.cells[cell.step & 1][source] = cell
             self._decider.word(self.words[cell.step & 1], source, cell)
+
+    def heard_all(self, members: Mapping[int, int], step: int) -> bool:
+        """Whether every one of these, rank -> incarnation, wrote for this barrier or a later one."""
+        return all(
+            any(
+                cells[rank].incarnation == incarnation and cells[rank].step >= step
+                for cells in self.cells
+                if rank in cells
+            )
+            for rank, incarnation in members.items()
+        )
+
+    def newest_of(self, me: int, views: Collection[View]) -> list[int]:
+        """Of each parity the highest barrier that a member of these views wrote, later first."""
+        steps = [
+            [
+                cell.step
+                for rank, cell in cells.items()
+                if rank != me and any(v.holds(rank, cell.incarnation) for v in views)
+            ]
+            for cells in self.cells
+        ]
+        return sorted((max(of_parity) for of_parity in steps if of_parity), reverse=True)
 
     def write_flag(self, source: int, flag: tuple[int, int]) -> None:
         """The flag of a dispatch arrives."""

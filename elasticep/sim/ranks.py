@@ -166,9 +166,12 @@ class SimRank:
     def _join_higher(self) -> bool:
         """Follow a later barrier, where this one cannot be decided; whether there is one."""
         higher = self._higher()
-        if higher:
-            self.step, self.said = higher, None
-        return bool(higher)
+        dead = self.memory.dead
+        live = {r: i for r, i in self._members.items() if dead[r] < i}
+        if not higher or not self._board.heard_all(live, self.step):
+            return False
+        self.step, self.said = higher, None
+        return True
 
     def _waits_plainly(self) -> bool:
         """Whether a cell is missing and none says anything new: then the decision is to wait."""
@@ -333,7 +336,7 @@ class SimRank:
                 self._adopt(self.views[epoch])
                 self.said = None
                 return True
-        for step in sorted(self._steps_of_members(), reverse=True):
+        for step in self._board.newest_of(self.me, self.views.values()):
             cells = {r: c for r, c in self._board.cells[step & 1].items() if c.step == step}
             decision = self._decide(step, [v for _, v in sorted(self.views.items())])
             if decision.kind is not Kind.RUN:
@@ -348,22 +351,6 @@ class SimRank:
                 return True
             return self._follow(decision)
         return False
-
-    def _steps_of_members(self) -> list[int]:
-        """The highest step of each parity in cells of incarnations that are in a staged view."""
-        highest = [
-            max(
-                (
-                    cell.step
-                    for rank, cell in cells.items()
-                    if rank != self.me
-                    and any(v.holds(rank, cell.incarnation) for v in self.views.values())
-                ),
-                default=0,
-            )
-            for cells in self._board.cells
-        ]
-        return [step for step in highest if step]
 
     def _next_barrier(self) -> None:
         self.step, self.said = self.step + 1, None

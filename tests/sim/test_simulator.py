@@ -16,7 +16,7 @@ from elasticep.sim.faults import KINDS
 from elasticep.sim.loop import Process, VirtualLoop
 from elasticep.sim.run import short, shrink
 
-SCHEDULES = 1_200
+SCHEDULES = 2_000
 WORKERS = 2
 # Plant -> the invariant that it breaks, seeds within which it must, and faults that make it likely.
 PLANTS: dict[Plant, tuple[str, int, tuple[str, ...]]] = {
