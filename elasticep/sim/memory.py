@@ -115,7 +115,7 @@ class Board:
             self._decider.word(self.words[cell.step & 1], source, cell)
 
     def heard_all(self, members: Mapping[int, int], step: int) -> bool:
-        """Whether every one of these, rank -> incarnation, wrote for this barrier or a later one."""
+        """Whether each of these, rank -> incarnation, wrote for this barrier or a later one."""
         return all(
             any(
                 cells[rank].incarnation == incarnation and cells[rank].step >= step
