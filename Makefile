@@ -10,8 +10,8 @@ EXTRAS ?= local,cuda,nixl,engines,dev
 ELASTICEP_CUDA ?= AUTO
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
-# Two at a time: most tests wait for processes. The slow files come first in their names' order.
-PYTEST_WORKERS ?= 2
+# Three at a time on two cores: most tests wait for processes. The slow files come first in their names' order.
+PYTEST_WORKERS ?= 3
 
 BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)

@@ -118,6 +118,8 @@ class LocalGroup:
         seat.sent_peers.clear()
         abi.check(self._api.ep_header_grant(seat.header, seat.incarnation), f"rank {rank}")
         if self.geometry.launch == abi.Launch.SERVICE:
+            with self._changed:
+                seat.runner = None  # that one was killed, which may not have been heard yet
             ticket = self.ticket(rank, abi.Role.WORKER)
             code = (
                 "import sys; from elasticep.native import abi; "
