@@ -10,14 +10,14 @@ EXTRAS ?= local,cuda,nixl,engines,dev
 ELASTICEP_CUDA ?= AUTO
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
-# Three at a time on two cores: most tests wait for processes. The slow files come first in their names' order.
-PYTEST_WORKERS ?= 3
+# Two at a time: most tests wait for processes. The slow files come first in their names' order.
+PYTEST_WORKERS ?= 2
 
 BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 
-.PHONY: build native demo test lint format proto gpu-build test-gpu gpu-acceptance model sim wheel clean distclean
+.PHONY: build native demo test test-long lint format proto gpu-build test-gpu gpu-acceptance model sim wheel clean distclean
 .DEFAULT_GOAL := build
 
 build: native
@@ -61,8 +61,13 @@ native: $(BUILD)/build.ninja
 demo: build
 	$(VENV)/bin/elasticep demo --ranks 4 --nodes 2 --kill worker
 
+TESTS := -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 test: build lint
-	$(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PY) $(TESTS) -m "not long" $(PYTEST_ARGS)
+
+# Thousands of schedules and instances, and the longest runs of the demo; CI runs them after `test`.
+test-long: build
+	$(PY) $(TESTS) -m long $(PYTEST_ARGS)
 
 lint: $(DEPS)
 	$(PY) -m ruff check .

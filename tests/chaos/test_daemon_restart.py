@@ -145,7 +145,15 @@ def test_a_state_file_that_cannot_be_written_is_written_when_it_can_be() -> None
         daemon = lab.daemon("n0", "g:0")
         lab.ready(0)
         in_the_way = daemon.folder / "daemon.new"  # stands for a full disk
-        in_the_way.mkdir()
+
+        def blocked() -> bool:
+            try:
+                in_the_way.mkdir()
+            except FileExistsError:  # the daemon writes it at this moment
+                return False
+            return True
+
+        wait_for(blocked, "the file not to be written")
         os.kill(daemon.seat("g", 0).worker_pid, signal.SIGKILL)
         lab.ready(0, 2)  # nothing waits for the file
         wait_for(lambda: daemon.events("state.not_written"), "somebody to be told")

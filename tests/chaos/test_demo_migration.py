@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.long]
 
 
 @pytest.mark.parametrize(("kill", "victim"), [("worker", "source"), ("daemon", "target")])

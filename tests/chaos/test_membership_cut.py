@@ -132,6 +132,7 @@ def test_a_short_cut_costs_nothing(hosts: Hosts, fleet: Fleet) -> None:
     assert not any(e.torn() for e in fleet.engines(RANKS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [BOTH, FROM, TO])
 def test_a_cut_between_two_nodes_expels_nobody_and_deaths_are_told_over_the_controller(
     hosts: Hosts, fleet: Fleet, way: str

@@ -97,6 +97,7 @@ def test_ranks_come_back_join_and_are_drained_under_load(
     assert report["details"]["scenario"] == scenario
 
 
+@pytest.mark.long
 def test_experts_move_by_their_load_and_steps_go_on(folder: Path) -> None:
     """A skewed router: the load evens out, no token changes, and nobody waits for weights.
 
@@ -137,6 +138,7 @@ def test_dead_rank_costs_no_request_and_changes_no_token(
     assert report["detect_ms"] < report["recover_ms"] < SLOW_MS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("restore", "source"), [("backup", "backup"), ("disk", "checkpoint")])
 def test_experts_that_only_the_dead_rank_had_are_restored(
     folder: Path, restore: str, source: str

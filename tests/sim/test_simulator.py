@@ -40,6 +40,7 @@ def broken(first: int) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_invariants_hold_in_every_schedule() -> None:
     # Not forked: other tests of this process may have left threads of gRPC, which a fork breaks.
@@ -111,6 +112,7 @@ def test_a_failing_schedule_is_shrunk_and_replays() -> None:
     assert json.loads(answer.stdout)["digests"] == [small.digest]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_thousand_ranks() -> None:
     result = run(Scenario(seed=1, ranks=1_000, nodes=125, faults=4))

@@ -148,6 +148,7 @@ def after_events(rng, infos, placement):
     return left, held
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_rules_hold_on_100_000_random_instances():
     rng = np.random.default_rng(7)
