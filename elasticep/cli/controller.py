@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from elasticep.cli.serving import with_flags, with_logs
 from elasticep.config import ControllerConfig, load_config
 from elasticep.errors import ElasticEPError
 
@@ -24,22 +25,10 @@ _FLAGS = (
 )
 
 
-def _with_flags(command: click.Command) -> click.Command:
-    command.params[:0] = [click.Option([name], help=text) for name, text in _FLAGS]
-    return command
-
-
-@_with_flags
+@with_flags(_FLAGS)
 @click.command("controller")
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="TOML file, [controller].")
-@click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
-@click.option(
-    "--log-level",
-    envvar="ELASTICEP_LOG_LEVEL",
-    default="info",
-    show_default=True,
-    help="Least level written.",
-)
+@with_logs
 def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> None:
     """Run a controller replica: one of them leads, the others stand by.
 

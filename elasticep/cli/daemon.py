@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from elasticep.cli.serving import with_flags, with_logs
 from elasticep.config import DaemonConfig, load_config
 from elasticep.errors import ElasticEPError
 
@@ -30,13 +31,7 @@ _DAEMON_FLAGS = (
 )
 
 
-def _with_flags(command: click.Command) -> click.Command:
-    options = [click.Option([name], help=text) for name, text in _DAEMON_FLAGS]
-    command.params[:0] = options
-    return command
-
-
-@_with_flags
+@with_flags(_DAEMON_FLAGS)
 @click.command("daemon")
 @click.option("--config", "file", type=click.Path(dir_okay=False), help="TOML file, [daemon].")
 @click.option("--fault-injection/--no-fault-injection", default=None, help="Serve InjectFault.")
@@ -46,14 +41,7 @@ def _with_flags(command: click.Command) -> click.Command:
 @click.option(
     "--engine-grace-s", type=float, help="A fenced engine that holds on this long is killed."
 )
-@click.option("--log-format", default="auto", show_default=True, help="auto, console or json.")
-@click.option(
-    "--log-level",
-    envvar="ELASTICEP_LOG_LEVEL",
-    default="info",
-    show_default=True,
-    help="Least level written.",
-)
+@with_logs
 def command(
     file: str | None,
     orphan_after_s: float | None,

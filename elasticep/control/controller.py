@@ -120,7 +120,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         numbers = (signal.SIGTERM, signal.SIGINT)
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+        with suppress(RuntimeError, ValueError):  # not the main thread
             for number in numbers:
                 loop.add_signal_handler(number, stop.set)
         try:
@@ -139,7 +139,7 @@ class Controller:
                     task.cancel()
                 await asyncio.gather(work, waiting, return_exceptions=True)
         finally:
-            with suppress(NotImplementedError, RuntimeError, ValueError):
+            with suppress(RuntimeError, ValueError):
                 for number in numbers:
                     loop.remove_signal_handler(number)
             await self._close()

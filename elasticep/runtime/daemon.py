@@ -6,7 +6,6 @@ death disturbs nobody. See `docs/daemon.md`.
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -357,6 +356,5 @@ class Daemon:
         self._node.mover.close()
         self._node.watcher.close()
         self._directory.release(keep_state=self._leave and self._directory.state_path.exists())
-        with contextlib.suppress(NotImplementedError):
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                asyncio.get_running_loop().remove_signal_handler(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            asyncio.get_running_loop().remove_signal_handler(number)

@@ -149,7 +149,7 @@ def test_one_that_does_not_close_in_time_is_ended(
     monkeypatch.setattr(fleet_cuda_pool, "CLOSE_TIMEOUT_S", 0.2)
     fleet = Fleet(spec((0,)), shared)
     (child,) = fleet.children
-    fleet.run(f"{FAKES}:close_slowly")
+    fleet.run(f"{FAKES}:get_stuck")
     with pytest.raises(NativeError, match=r"gave no 'closed' within 0\.2 s"):
         fleet.close()
     assert child.process.poll() is not None

@@ -55,9 +55,13 @@ def test_progress_is_told_every_second_however_long_a_node_may_be_silent() -> No
 
 
 def test_a_fence_of_a_group_without_a_seat_here_is_no_error() -> None:
-    registry: Any = SimpleNamespace(keepers=list, offered={"g": (0,)}, groups={})
+    told: list[tuple[object, ...]] = []
+    here = SimpleNamespace(stager=SimpleNamespace(expel=lambda *fence: told.append(fence)))
+    registry: Any = SimpleNamespace(keepers=list, offered={"g": (0,)}, groups={"h": here})
     node: Any = SimpleNamespace(config=DaemonConfig(node="n", domain="d"))
     unused: Any = None
     orders = NodeOrders(node, registry, unused, Signal(), "session")
-    fence = controller_pb2.Fence(group="g", rank=1, incarnation=1, epoch=2, reason="it died")
-    orders.order(controller_pb2.ControllerMessage(fence=fence))  # every node of a group is told
+    for group in ("g", "h"):  # every node of a group is told, also before its first seat
+        fence = controller_pb2.Fence(group=group, rank=1, incarnation=1, epoch=2, reason="it died")
+        orders.order(controller_pb2.ControllerMessage(fence=fence))
+    assert told == [(1, 1, 2, "it died")]
