@@ -40,12 +40,14 @@ class Watching:
         self._text = b""
 
     def until(self, *lines: str) -> list[str]:
-        """Everything told so far, when these lines are among it."""
-        while not set(lines) <= set(told := self._text.decode().splitlines()):
+        """Everything told so far, when these lines are among it; an unbuffered writer's line comes
+        in pieces, and counts with its end.
+        """
+        while not set(lines) <= set(told := self._text.decode().split("\n")[:-1]):
             ready, _, _ = select.select([self._out], [], [], _DEADLINE_S)
             assert ready, f"{lines} are not told within {_DEADLINE_S} s, but {told}"
             self._text += os.read(self._out, 4096)
-        self._text = b""
+        self._text = self._text.rpartition(b"\n")[2]
         return told
 
     def stop(self) -> None:
