@@ -6,16 +6,13 @@
 #include <cstring>
 
 #include "../common/sys.h"
+#include "ptx.cuh"
 
 using namespace epc;
 
 namespace {
 
-__global__ void clock_kernel(volatile u64* out) {
-  u64 t;
-  asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
-  *out = t;
-}
+__global__ void clock_kernel(volatile u64* const out) { *out = wall_ns(); }
 
 }  // namespace
 
@@ -192,7 +189,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.slot_banks = slot_banks;
   d.slot_experts = slot_experts;
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  clock_kernel<<<1, 1, 0, side>>>(reinterpret_cast<u64*>(domain.record));
+  EPC_TRY(launch(clock_kernel, reinterpret_cast<volatile u64*>(domain.record), Shape{1, 1, 0, false}, side));
   EPC_TRY(cudaStreamSynchronize(side));
   record->offset = ep::now_ns() - record->info.epoch;
   record->info.epoch = 0;

@@ -11,6 +11,19 @@ using ep::u32;
 using ep::u64;
 using ep::u8;
 
+// Two words that are read and written as one: a tag and what it vouches for.
+struct __align__(16) TaggedWord {
+  u64 tag, word;
+};
+
+}  // namespace epc
+
+#ifdef EPC_EMULATED
+#include "../emulated/ptx.h"  // the same functions for a host compiler
+#else
+
+namespace epc {
+
 __device__ __forceinline__ u64 load_acquire(const u64* p) {
   u64 v;
   asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
@@ -33,10 +46,6 @@ __device__ __forceinline__ void store_relaxed(u32* p, u32 v) {
   asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Two words that are read and written as one: a tag and what it vouches for.
-struct __align__(16) TaggedWord {
-  u64 tag, word;
-};
 __device__ __forceinline__ TaggedWord load_acquire(const TaggedWord* p) {
   TaggedWord v;
   asm volatile(
@@ -124,3 +133,5 @@ __device__ __forceinline__ void bulk_wait_done() { asm volatile("cp.async.bulk.w
 __device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 }  // namespace epc
+
+#endif
