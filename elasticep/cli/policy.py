@@ -1,6 +1,7 @@
 """`elasticep policy`."""
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,28 +25,58 @@ def command(group: str, changes: tuple[str, ...], output: str, **options: Any) -
 
     They hold until they are changed again, also under another controller.
     """
-    from elasticep.policies import Policies, change_from_text
+    settings = pairs(changes)
+    show(set_policies(group, settings, options) if settings else _present(group, options), output)
+
+
+def pairs(changes: Iterable[str]) -> dict[str, str]:
+    """Name -> value of `--set` options.
+
+    Raises:
+        ConfigError: one is no name=value, or a name is given two values.
+    """
+    settings: dict[str, str] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {change!r} has no '='; write --set name=value")
+        if settings.setdefault(name, value) != value:
+            raise ConfigError(f"--set gives {name} both {settings[name]!r} and {value!r}")
+    return settings
+
+
+def set_policies(group: str, settings: dict[str, str], options: dict[str, Any]) -> "GroupPolicies":
+    """Change them; returns those that hold now."""
+    from elasticep.policies import change_from_text
     from elasticep.proto import controller_pb2
 
-    settings = dict(_pair(change) for change in changes)
     request = controller_pb2.SetPolicyRequest(group=group, policies=change_from_text(settings))
 
     async def call(stub: "ControllerServiceAsyncStub", timeout_s: float) -> "GroupPolicies":
-        if settings:
-            return (await stub.SetPolicy(request, timeout=timeout_s)).policies
+        return (await stub.SetPolicy(request, timeout=timeout_s)).policies
+
+    return ask(options, call)
+
+
+def _present(group: str, options: dict[str, Any]) -> "GroupPolicies":
+    from elasticep.proto import controller_pb2
+
+    async def call(stub: "ControllerServiceAsyncStub", timeout_s: float) -> "GroupPolicies":
         asked = controller_pb2.GetClusterRequest(group=group)
         return (await stub.GetCluster(asked, timeout=timeout_s)).groups[0].policies
 
-    plain = Policies.from_proto(ask(options, call)).to_dict()
+    return ask(options, call)
+
+
+def show(policies: "GroupPolicies", output: str, *, only: str = "") -> None:
+    """Print them, or those under one name: as lines, or as JSON."""
+    from elasticep.policies import Policies, flat
+
+    plain = Policies.from_proto(policies).to_dict()
     if output == "json":
-        click.echo(json.dumps(plain))
+        click.echo(json.dumps(plain[only] if only else plain))
         return
-    for name, value in plain.items():
-        click.echo(f"{name:<18}  {str(value).lower() if isinstance(value, bool) else value}")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text!r} has no '='; write --set name=value")
-    return name, value
+    for name, value in flat(plain).items():
+        if name.startswith(only):
+            text = str(value).lower() if isinstance(value, bool) else value
+            click.echo(f"{name:<26}  {text}")

@@ -1,12 +1,14 @@
 """`elasticep rebalance`."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from elasticep.cli.operator import ask, controller_options
+from elasticep.cli.policy import pairs, set_policies, show
 from elasticep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
 
 _WATCH_S = 86_400.0
+_ACTIONS = ("dry_run", "export", "force", "pause", "resume", "plan_file")
 _FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")
 
 
@@ -32,6 +35,9 @@ _FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")
     "--resume", is_flag=True, help="Take a pause back; let experts of an imported plan move again."
 )
 @click.option("--reason", default="", help="Why it is paused; shown in status.")
+@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
+              help="Change a setting of [rebalance] while the group runs, and print all of them; "
+              "may be given several times.")  # fmt: skip
 @click.option("--watch", is_flag=True, help="Follow it until nothing is under way.")
 @click.option(
     "--export",
@@ -48,6 +54,9 @@ _FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(group: str, output: str, **options: Any) -> None:
     """Plan a rebalance of GROUP's experts by its load, and carry it out if it is worth it."""
+    if options["changes"]:
+        _set(group, output, options)
+        return
     request = _request(group, options)
 
     async def call(stub: "ControllerServiceAsyncStub", timeout_s: float) -> "RebalanceResponse":
@@ -64,6 +73,19 @@ def command(group: str, output: str, **options: Any) -> None:
         _watch(group, output, options)
 
 
+def _set(group: str, output: str, options: dict[str, Any]) -> None:
+    others = [name for name in (*_ACTIONS, "watch") if options[name]]
+    if others:
+        raise ConfigError(f"--set and {_flags(others)} do not go together; choose one")
+    settings = {f"rebalance.{name}": text for name, text in pairs(options["changes"]).items()}
+    show(set_policies(group, settings, options), output, only="rebalance")
+
+
+def _flags(names: Iterable[str]) -> str:
+    """Options as they are typed."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names).replace("plan-file", "import")
+
+
 def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
     from elasticep.proto import controller_pb2 as pb
 
@@ -77,8 +99,7 @@ def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
     }
     chosen = {actions[name]: name for name in actions if options[name]}
     if len(chosen) > 1:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in chosen.values())
-        raise ConfigError(f"{names.replace('plan-file', 'import')} do not go together; choose one")
+        raise ConfigError(f"{_flags(chosen.values())} do not go together; choose one")
     request = pb.RebalanceRequest(group=group, reason=options["reason"])
     if chosen:
         request.action = next(iter(chosen))

@@ -47,7 +47,7 @@ class Background:
 
     def __init__(self, membership: Membership, saved: ev.SaveRebalance | None, now_ms: int) -> None:
         self._group = membership
-        geometry, policy = membership.config.geometry, membership.config.rebalance
+        geometry, policy = membership.config.geometry, membership.in_force.rebalance
         self.loads = GroupLoads(
             geometry.layers, geometry.experts, policy.window_ms, now_ms, membership.loads
         )
@@ -99,7 +99,7 @@ class Background:
         return PlanJob(
             around=replace(around, refused=None) if asked else around,
             view=view,
-            policy=policy or group_policy(self._group.config),
+            policy=policy or group_policy(self._group.in_force),
             asked=asked,
             wanted=wanted,
         )
@@ -124,6 +124,7 @@ class Background:
     def tick(self, now_ms: int) -> tuple[list[Outcome], PlanJob | None]:
         """Time has passed. Returns what is to be done, and a plan that is to be made."""
         outcomes = []
+        self.loads.window_ms = self._group.in_force.rebalance.window_ms
         if self.loads.tick(now_ms):
             tokens = self.loads.tokens()
             window = self._group.handle(ev.Loads(tokens), now_ms)

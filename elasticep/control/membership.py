@@ -77,6 +77,11 @@ class Membership:
         return self._s.created
 
     @property
+    def in_force(self) -> GroupConfig:
+        """The group's config with the policies that hold now."""
+        return self._s.config
+
+    @property
     def policies(self) -> Policies:
         """What operators may change about it, as it is now."""
         return self._s.policies

@@ -135,8 +135,9 @@ class Rebalancer:
     _failures: int = 0
     _not_before_ms: int = 0
     _judged: object = None  # what the last judgement was about
-    _single: int = -1  # experts with one copy that the last plan could not help, in this epoch:
-    _single_epoch: int = 0
+    _ended_ms: int | None = None  # when the last one was done
+    _single: int = -1  # experts with one copy that the last plan could not help, in this epoch
+    _single_of: object = None  # and under these policies
     _job: PlanJob | None = field(default=None, repr=False)
 
     @classmethod
@@ -197,7 +198,7 @@ class Rebalancer:
             return self._go_on(self.run, group, view, now_ms, out)
         if self._job is not None:
             return None
-        wanted = self.asked or group.config.rebalance.automatic
+        wanted = self.asked or group.in_force.rebalance.automatic
         if group.quiet_ms(now_ms) >= 0 or self.paused or not wanted:
             self.progress_ms = now_ms
         return self._judge(group, view, loads, now_ms)
@@ -209,7 +210,7 @@ class Rebalancer:
             self.progress_ms = now_ms
         self.loaded_bytes = loaded
         silent_ms = now_ms - self.progress_ms
-        if silent_ms < group.config.rebalance.stuck_ms:
+        if silent_ms < group.in_force.rebalance.stuck_ms:
             return False
         self.stuck += 1
         what = f"no progress for {silent_ms} ms while {self.doing}: {self.why}"
@@ -222,7 +223,7 @@ class Rebalancer:
     def _judge(
         self, group: Membership, view: View, loads: GroupLoads, now_ms: int
     ) -> PlanJob | None:
-        policy = group.config.rebalance
+        policy = group.in_force.rebalance
         quiet_ms = group.quiet_ms(now_ms)
         if quiet_ms < 0:
             self.why = f"a view is under way{f': {group.waiting}' if group.waiting else ''}"
@@ -235,17 +236,18 @@ class Rebalancer:
             if not policy.automatic:
                 self.why = "automatic rebalancing is off"
                 return None
-            if quiet_ms < policy.settle_ms or now_ms < self._not_before_ms:
+            rested = self._ended_ms is None or now_ms >= self._ended_ms + policy.min_interval_ms
+            if quiet_ms < policy.settle_ms or now_ms < self._not_before_ms or not rested:
                 self.why = "it is too early after the last view or rebalance"
                 return None
-            about = (view.epoch, loads.rolls, group.cannot_load)
+            about = (view.epoch, loads.rolls, group.cannot_load, group.policies)
             if self._judged == about:
                 return None
             self._judged = about
             now = Figures.of(view.placement, around, view.ranks)
-            if view.epoch != self._single_epoch:
-                self._single, self._single_epoch = -1, view.epoch
-            cover = group.config.spare_copies >= 1 and now.single != self._single
+            if self._single_of != (view.epoch, group.policies):
+                self._single = -1
+            cover = group.in_force.spare_copies >= 1 and now.single != self._single
             lost = _restorable(view.placement, group.refused)
             if self.held and not lost:
                 self.why = HELD
@@ -261,7 +263,7 @@ class Rebalancer:
         self._job = PlanJob(
             around=around,
             view=view,
-            policy=group_policy(group.config),
+            policy=group_policy(group.in_force),
             wanted=self.wanted,
             asked=self.asked,
         )
@@ -285,7 +287,7 @@ class Rebalancer:
             self.why += f"; {ranks} failed to load something, so nothing new is given there"
         out.note("rebalance.planned", go=go, reason=self.why)
         if not go:
-            self._single, self._single_epoch = planned.after.single, view.epoch
+            self._helped(planned, view.epoch, group)
             if planned.error:
                 self._judged = None
                 self._pause_after_failure(now_ms)
@@ -309,7 +311,7 @@ class Rebalancer:
                 return None
             self._stage_adopted(run, now_ms)
             if run.stage == len(run.planned.path):
-                self._finish(run, now_ms, out)
+                self._finish(run, group, now_ms, out)
                 return None
         if group.quiet_ms(now_ms) < 0 or self.paused:
             return None
@@ -342,7 +344,7 @@ class Rebalancer:
         run.stage, run.base_epoch, run.open_epoch = run.stage + 1, run.open_epoch, 0
         self.progress_ms, self.loaded_bytes = now_ms, 0
 
-    def _finish(self, run: Run, now_ms: int, out: Outcome) -> None:
+    def _finish(self, run: Run, group: Membership, now_ms: int, out: Outcome) -> None:
         planned = run.planned
         self.last = Ended(
             True,
@@ -356,10 +358,9 @@ class Rebalancer:
         )
         self.completed += 1
         self._failures = 0
-        interval_ms = planned.job.around.config.rebalance.min_interval_ms
-        self._not_before_ms = now_ms + interval_ms
+        self._ended_ms = now_ms
         self._end(f"done: {run.why}")
-        self._single, self._single_epoch = planned.after.single, run.base_epoch
+        self._helped(planned, run.base_epoch, group)
         out.note(
             "rebalance.done",
             imbalance_before=round(planned.before.mean, 4),
@@ -369,8 +370,6 @@ class Rebalancer:
             took_ms=now_ms - run.began_ms,
         )
         self._answered(out)
-        if self.asked:
-            self._not_before_ms = now_ms  # somebody asked meanwhile, and waits
 
     def _abandon(self, why: str, now_ms: int, out: Outcome) -> None:
         run = self.run
@@ -387,6 +386,10 @@ class Rebalancer:
             self.held = self.held and self.asked != "import"  # it was not reached
             self._answered(out)
 
+    def _helped(self, planned: Planned, epoch: int, group: Membership) -> None:
+        """No plan helps more experts to a second copy than this one, until something changes."""
+        self._single, self._single_of = planned.after.single, (epoch, group.policies)
+
     def _pause_after_failure(self, now_ms: int) -> None:
         pause_ms = min(_FIRST_PAUSE_MS << min(self._failures, 20), _LONGEST_PAUSE_MS)
         self._failures += 1
@@ -402,7 +405,7 @@ class Rebalancer:
 def around_of(group: Membership, loads: GroupLoads) -> Around:
     """What placements of a group depend on now."""
     return Around(
-        group.config, dict(group.domains), loads.tokens(), group.refused, group.cannot_load
+        group.in_force, dict(group.domains), loads.tokens(), group.refused, group.cannot_load
     )
 
 

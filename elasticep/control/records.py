@@ -228,7 +228,7 @@ def _loads(config: GroupConfig, value: bytes) -> NDArray[np.int64]:
 
 
 def _policies(config: GroupConfig, value: bytes) -> Policies:
-    policies = Policies.from_dict(json.loads(value))
+    policies = Policies.from_dict(json.loads(value), config)
     policies.apply(config)
     return policies
 

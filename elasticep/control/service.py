@@ -165,9 +165,9 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
             term = self._controller.leading()
             membership = term.cluster.membership(request.group)
             policies = membership.policies.changed(request.policies)
-            if policies != membership.policies:
-                policies.apply(membership.config)  # refused before anything of it happens
-                await term.operate(request.group, ev.SetPolicies(policies))
+            policies.apply(membership.config)  # refused before anything of it happens
+            # Also when they hold already: the write of whoever asked before may be on its way.
+            await term.operate(request.group, ev.SetPolicies(policies))
             return controller_pb2.SetPolicyResponse(policies=policies.to_proto())
 
         return await self._typed(context, work)

@@ -531,12 +531,21 @@ class GroupPolicies(_message.Message):
     MANUAL_READMISSION_FIELD_NUMBER: _builtins.int
     FLAP_LIMIT_FIELD_NUMBER: _builtins.int
     FLAP_WINDOW_MS_FIELD_NUMBER: _builtins.int
+    SPARE_COPIES_FIELD_NUMBER: _builtins.int
+    STAGING_SLOTS_FIELD_NUMBER: _builtins.int
+    REBALANCE_FIELD_NUMBER: _builtins.int
     min_ranks: _builtins.int
     lost_experts: _types_pb2.LostExpertsPolicy.ValueType
     renormalise: _builtins.bool
     manual_readmission: _builtins.bool
     flap_limit: _builtins.int
     flap_window_ms: _builtins.int
+    spare_copies: _builtins.int
+    staging_slots: _builtins.int
+    @_builtins.property
+    def rebalance(self) -> _types_pb2.RebalancePolicy:
+        """likewise field by field"""
+
     def __init__(
         self,
         *,
@@ -546,10 +555,13 @@ class GroupPolicies(_message.Message):
         manual_readmission: _builtins.bool | None = ...,
         flap_limit: _builtins.int | None = ...,
         flap_window_ms: _builtins.int | None = ...,
+        spare_copies: _builtins.int | None = ...,
+        staging_slots: _builtins.int | None = ...,
+        rebalance: _types_pb2.RebalancePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "renormalise", b"renormalise"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "_spare_copies", b"_spare_copies", "_staging_slots", b"_staging_slots", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "rebalance", b"rebalance", "renormalise", b"renormalise", "spare_copies", b"spare_copies", "staging_slots", b"staging_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "renormalise", b"renormalise"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit", "_flap_window_ms", b"_flap_window_ms", "_lost_experts", b"_lost_experts", "_manual_readmission", b"_manual_readmission", "_min_ranks", b"_min_ranks", "_renormalise", b"_renormalise", "_spare_copies", b"_spare_copies", "_staging_slots", b"_staging_slots", "flap_limit", b"flap_limit", "flap_window_ms", b"flap_window_ms", "lost_experts", b"lost_experts", "manual_readmission", b"manual_readmission", "min_ranks", b"min_ranks", "rebalance", b"rebalance", "renormalise", b"renormalise", "spare_copies", b"spare_copies", "staging_slots", b"staging_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__flap_limit: _TypeAlias = _typing.Literal["flap_limit"]  # noqa: Y015
     _WhichOneofArgType__flap_limit: _TypeAlias = _typing.Literal["_flap_limit", b"_flap_limit"]  # noqa: Y015
@@ -563,6 +575,10 @@ class GroupPolicies(_message.Message):
     _WhichOneofArgType__min_ranks: _TypeAlias = _typing.Literal["_min_ranks", b"_min_ranks"]  # noqa: Y015
     _WhichOneofReturnType__renormalise: _TypeAlias = _typing.Literal["renormalise"]  # noqa: Y015
     _WhichOneofArgType__renormalise: _TypeAlias = _typing.Literal["_renormalise", b"_renormalise"]  # noqa: Y015
+    _WhichOneofReturnType__spare_copies: _TypeAlias = _typing.Literal["spare_copies"]  # noqa: Y015
+    _WhichOneofArgType__spare_copies: _TypeAlias = _typing.Literal["_spare_copies", b"_spare_copies"]  # noqa: Y015
+    _WhichOneofReturnType__staging_slots: _TypeAlias = _typing.Literal["staging_slots"]  # noqa: Y015
+    _WhichOneofArgType__staging_slots: _TypeAlias = _typing.Literal["_staging_slots", b"_staging_slots"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__flap_limit) -> _WhichOneofReturnType__flap_limit | None: ...
     @_typing.overload
@@ -575,6 +591,10 @@ class GroupPolicies(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_ranks) -> _WhichOneofReturnType__min_ranks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__renormalise) -> _WhichOneofReturnType__renormalise | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spare_copies) -> _WhichOneofReturnType__spare_copies | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__staging_slots) -> _WhichOneofReturnType__staging_slots | None: ...
 
 Global___GroupPolicies: _TypeAlias = GroupPolicies  # noqa: Y015
 

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65lasticep/v1/types.proto\x12\x0c\x65lasticep.v1\"t\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\r\x12\x0c\n\x04topk\x18\x03 \x01(\r\x12\x0e\n\x06hidden\x18\x04 \x01(\r\x12\x16\n\x0eslots_per_rank\x18\x05 \x01(\r\x12\x11\n\tmax_ranks\x18\x06 \x01(\r\"+\n\x08\x45xchange\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\"\x8c\x01\n\x08Timeouts\x12\x18\n\x10suspect_after_ms\x18\x01 \x01(\r\x12\x17\n\x0fhang_timeout_ms\x18\x02 \x01(\r\x12\x1b\n\x13\x65xchange_timeout_ms\x18\x03 \x01(\r\x12\x17\n\x0fstep_timeout_ms\x18\x04 \x01(\r\x12\x17\n\x0fnode_timeout_ms\x18\x05 \x01(\r\":\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"9\n\nWeightSpec\x12+\n\x07tensors\x18\x01 \x03(\x0b\x32\x1a.elasticep.v1.WeightTensor\"\xcd\x01\n\x0fRebalancePolicy\x12\x11\n\tautomatic\x18\x01 \x01(\x08\x12\x0e\n\x06target\x18\x02 \x01(\x01\x12\x10\n\x08min_gain\x18\x03 \x01(\x01\x12\x17\n\x0fmin_interval_ms\x18\x04 \x01(\x04\x12\x11\n\tsettle_ms\x18\x05 \x01(\x04\x12\x10\n\x08stuck_ms\x18\x06 \x01(\x04\x12\x11\n\twindow_ms\x18\x07 \x01(\x04\x12\x11\n\tmax_moves\x18\x08 \x01(\x04\x12\x11\n\tmax_bytes\x18\t \x01(\x04\x12\x0e\n\x06groups\x18\n \x01(\r\"\xc3\x04\n\x0bGroupConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08geometry\x18\x02 \x01(\x0b\x32\x16.elasticep.v1.Geometry\x12)\n\texchanges\x18\x03 \x03(\x0b\x32\x16.elasticep.v1.Exchange\x12(\n\x08timeouts\x18\x04 \x01(\x0b\x32\x16.elasticep.v1.Timeouts\x12\x35\n\x0clost_experts\x18\x05 \x01(\x0e\x32\x1f.elasticep.v1.LostExpertsPolicy\x12$\n\x06launch\x18\x06 \x01(\x0e\x32\x14.elasticep.v1.Launch\x12\x15\n\rinitial_ranks\x18\x07 \x01(\r\x12\x11\n\tmin_ranks\x18\x08 \x01(\r\x12\x14\n\x0cspare_copies\x18\t \x01(\r\x12\x17\n\nflap_limit\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12manual_readmission\x18\x0b \x01(\x08\x12,\n\ncompletion\x18\x0c \x01(\x0e\x32\x18.elasticep.v1.Completion\x12\x15\n\rstaging_slots\x18\x0e \x01(\r\x12\x30\n\trebalance\x18\x0f \x01(\x0b\x32\x1d.elasticep.v1.RebalancePolicy\x12)\n\x07weights\x18\r \x01(\x0b\x32\x18.elasticep.v1.WeightSpec\x12$\n\x06\x64\x65vice\x18\x10 \x01(\x0e\x32\x14.elasticep.v1.DeviceB\r\n\x0b_flap_limit\"9\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\"5\n\tPlacement\x12\x13\n\x0bslot_expert\x18\x01 \x01(\x0c\x12\x13\n\x0bslot_weight\x18\x02 \x01(\x0c\"\xd7\x01\n\x04View\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eprevious_epoch\x18\x03 \x01(\x04\x12%\n\x07members\x18\x04 \x03(\x0b\x32\x14.elasticep.v1.Member\x12&\n\x08\x65xpelled\x18\x05 \x03(\x0b\x32\x14.elasticep.v1.Member\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.elasticep.v1.Placement\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x04\x12\x0e\n\x06reason\x18\x08 \x01(\t\"U\n\x0cNodeEndpoint\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x11\n\tfd_socket\x18\x04 \x01(\t\"~\n\x04Seat\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.elasticep.v1.SeatState\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t*w\n\x11LostExpertsPolicy\x12#\n\x1fLOST_EXPERTS_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOST_EXPERTS_POLICY_REFUSE\x10\x01\x12\x1d\n\x19LOST_EXPERTS_POLICY_SERVE\x10\x02*G\n\x06Launch\x12\x16\n\x12LAUNCH_UNSPECIFIED\x10\x00\x12\x12\n\x0eLAUNCH_SERVICE\x10\x01\x12\x11\n\rLAUNCH_INLINE\x10\x02*A\n\x06\x44\x65vice\x12\x16\n\x12\x44\x45VICE_UNSPECIFIED\x10\x00\x12\x0e\n\nDEVICE_CPU\x10\x01\x12\x0f\n\x0b\x44\x45VICE_CUDA\x10\x02*U\n\nCompletion\x12\x1a\n\x16\x43OMPLETION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPLETION_LOCAL\x10\x01\x12\x15\n\x11\x43OMPLETION_AGREED\x10\x02*\x81\x01\n\tSeatState\x12\x1a\n\x16SEAT_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10SEAT_STATE_EMPTY\x10\x01\x12\x14\n\x10SEAT_STATE_READY\x10\x02\x12\x17\n\x13SEAT_STATE_ATTACHED\x10\x03\x12\x13\n\x0fSEAT_STATE_DEAD\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65lasticep/v1/types.proto\x12\x0c\x65lasticep.v1\"t\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\r\x12\x0c\n\x04topk\x18\x03 \x01(\r\x12\x0e\n\x06hidden\x18\x04 \x01(\r\x12\x16\n\x0eslots_per_rank\x18\x05 \x01(\r\x12\x11\n\tmax_ranks\x18\x06 \x01(\r\"+\n\x08\x45xchange\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\"\x8c\x01\n\x08Timeouts\x12\x18\n\x10suspect_after_ms\x18\x01 \x01(\r\x12\x17\n\x0fhang_timeout_ms\x18\x02 \x01(\r\x12\x1b\n\x13\x65xchange_timeout_ms\x18\x03 \x01(\r\x12\x17\n\x0fstep_timeout_ms\x18\x04 \x01(\r\x12\x17\n\x0fnode_timeout_ms\x18\x05 \x01(\r\":\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"9\n\nWeightSpec\x12+\n\x07tensors\x18\x01 \x03(\x0b\x32\x1a.elasticep.v1.WeightTensor\"\x89\x03\n\x0fRebalancePolicy\x12\x16\n\tautomatic\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06target\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08min_gain\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1c\n\x0fmin_interval_ms\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\tsettle_ms\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08stuck_ms\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x16\n\twindow_ms\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x16\n\tmax_moves\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x16\n\tmax_bytes\x18\t \x01(\x04H\x08\x88\x01\x01\x12\x13\n\x06groups\x18\n \x01(\rH\t\x88\x01\x01\x42\x0c\n\n_automaticB\t\n\x07_targetB\x0b\n\t_min_gainB\x12\n\x10_min_interval_msB\x0c\n\n_settle_msB\x0b\n\t_stuck_msB\x0c\n\n_window_msB\x0c\n\n_max_movesB\x0c\n\n_max_bytesB\t\n\x07_groups\"\xc3\x04\n\x0bGroupConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08geometry\x18\x02 \x01(\x0b\x32\x16.elasticep.v1.Geometry\x12)\n\texchanges\x18\x03 \x03(\x0b\x32\x16.elasticep.v1.Exchange\x12(\n\x08timeouts\x18\x04 \x01(\x0b\x32\x16.elasticep.v1.Timeouts\x12\x35\n\x0clost_experts\x18\x05 \x01(\x0e\x32\x1f.elasticep.v1.LostExpertsPolicy\x12$\n\x06launch\x18\x06 \x01(\x0e\x32\x14.elasticep.v1.Launch\x12\x15\n\rinitial_ranks\x18\x07 \x01(\r\x12\x11\n\tmin_ranks\x18\x08 \x01(\r\x12\x14\n\x0cspare_copies\x18\t \x01(\r\x12\x17\n\nflap_limit\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12manual_readmission\x18\x0b \x01(\x08\x12,\n\ncompletion\x18\x0c \x01(\x0e\x32\x18.elasticep.v1.Completion\x12\x15\n\rstaging_slots\x18\x0e \x01(\r\x12\x30\n\trebalance\x18\x0f \x01(\x0b\x32\x1d.elasticep.v1.RebalancePolicy\x12)\n\x07weights\x18\r \x01(\x0b\x32\x18.elasticep.v1.WeightSpec\x12$\n\x06\x64\x65vice\x18\x10 \x01(\x0e\x32\x14.elasticep.v1.DeviceB\r\n\x0b_flap_limit\"9\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\"5\n\tPlacement\x12\x13\n\x0bslot_expert\x18\x01 \x01(\x0c\x12\x13\n\x0bslot_weight\x18\x02 \x01(\x0c\"\xd7\x01\n\x04View\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eprevious_epoch\x18\x03 \x01(\x04\x12%\n\x07members\x18\x04 \x03(\x0b\x32\x14.elasticep.v1.Member\x12&\n\x08\x65xpelled\x18\x05 \x03(\x0b\x32\x14.elasticep.v1.Member\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.elasticep.v1.Placement\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x04\x12\x0e\n\x06reason\x18\x08 \x01(\t\"U\n\x0cNodeEndpoint\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x11\n\tfd_socket\x18\x04 \x01(\t\"~\n\x04Seat\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.elasticep.v1.SeatState\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t*w\n\x11LostExpertsPolicy\x12#\n\x1fLOST_EXPERTS_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOST_EXPERTS_POLICY_REFUSE\x10\x01\x12\x1d\n\x19LOST_EXPERTS_POLICY_SERVE\x10\x02*G\n\x06Launch\x12\x16\n\x12LAUNCH_UNSPECIFIED\x10\x00\x12\x12\n\x0eLAUNCH_SERVICE\x10\x01\x12\x11\n\rLAUNCH_INLINE\x10\x02*A\n\x06\x44\x65vice\x12\x16\n\x12\x44\x45VICE_UNSPECIFIED\x10\x00\x12\x0e\n\nDEVICE_CPU\x10\x01\x12\x0f\n\x0b\x44\x45VICE_CUDA\x10\x02*U\n\nCompletion\x12\x1a\n\x16\x43OMPLETION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPLETION_LOCAL\x10\x01\x12\x15\n\x11\x43OMPLETION_AGREED\x10\x02*\x81\x01\n\tSeatState\x12\x1a\n\x16SEAT_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10SEAT_STATE_EMPTY\x10\x01\x12\x14\n\x10SEAT_STATE_READY\x10\x02\x12\x17\n\x13SEAT_STATE_ATTACHED\x10\x03\x12\x13\n\x0fSEAT_STATE_DEAD\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elasticep.proto.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOSTEXPERTSPOLICY']._serialized_start=1804
-  _globals['_LOSTEXPERTSPOLICY']._serialized_end=1923
-  _globals['_LAUNCH']._serialized_start=1925
-  _globals['_LAUNCH']._serialized_end=1996
-  _globals['_DEVICE']._serialized_start=1998
-  _globals['_DEVICE']._serialized_end=2063
-  _globals['_COMPLETION']._serialized_start=2065
-  _globals['_COMPLETION']._serialized_end=2150
-  _globals['_SEATSTATE']._serialized_start=2153
-  _globals['_SEATSTATE']._serialized_end=2282
+  _globals['_LOSTEXPERTSPOLICY']._serialized_start=1992
+  _globals['_LOSTEXPERTSPOLICY']._serialized_end=2111
+  _globals['_LAUNCH']._serialized_start=2113
+  _globals['_LAUNCH']._serialized_end=2184
+  _globals['_DEVICE']._serialized_start=2186
+  _globals['_DEVICE']._serialized_end=2251
+  _globals['_COMPLETION']._serialized_start=2253
+  _globals['_COMPLETION']._serialized_end=2338
+  _globals['_SEATSTATE']._serialized_start=2341
+  _globals['_SEATSTATE']._serialized_end=2470
   _globals['_GEOMETRY']._serialized_start=42
   _globals['_GEOMETRY']._serialized_end=158
   _globals['_EXCHANGE']._serialized_start=160
@@ -52,17 +52,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTSPEC']._serialized_start=408
   _globals['_WEIGHTSPEC']._serialized_end=465
   _globals['_REBALANCEPOLICY']._serialized_start=468
-  _globals['_REBALANCEPOLICY']._serialized_end=673
-  _globals['_GROUPCONFIG']._serialized_start=676
-  _globals['_GROUPCONFIG']._serialized_end=1255
-  _globals['_MEMBER']._serialized_start=1257
-  _globals['_MEMBER']._serialized_end=1314
-  _globals['_PLACEMENT']._serialized_start=1316
-  _globals['_PLACEMENT']._serialized_end=1369
-  _globals['_VIEW']._serialized_start=1372
-  _globals['_VIEW']._serialized_end=1587
-  _globals['_NODEENDPOINT']._serialized_start=1589
-  _globals['_NODEENDPOINT']._serialized_end=1674
-  _globals['_SEAT']._serialized_start=1676
-  _globals['_SEAT']._serialized_end=1802
+  _globals['_REBALANCEPOLICY']._serialized_end=861
+  _globals['_GROUPCONFIG']._serialized_start=864
+  _globals['_GROUPCONFIG']._serialized_end=1443
+  _globals['_MEMBER']._serialized_start=1445
+  _globals['_MEMBER']._serialized_end=1502
+  _globals['_PLACEMENT']._serialized_start=1504
+  _globals['_PLACEMENT']._serialized_end=1557
+  _globals['_VIEW']._serialized_start=1560
+  _globals['_VIEW']._serialized_end=1775
+  _globals['_NODEENDPOINT']._serialized_start=1777
+  _globals['_NODEENDPOINT']._serialized_end=1862
+  _globals['_SEAT']._serialized_start=1864
+  _globals['_SEAT']._serialized_end=1990
 # @@protoc_insertion_point(module_scope)

@@ -282,7 +282,7 @@ Global___WeightSpec: _TypeAlias = WeightSpec  # noqa: Y015
 
 @_typing.final
 class RebalancePolicy(_message.Message):
-    """See elasticep/balance.py; a message that is set has all its fields set."""
+    """See elasticep/balance.py; in a GroupConfig all fields are set, in GroupPolicies those that change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -309,22 +309,61 @@ class RebalancePolicy(_message.Message):
     def __init__(
         self,
         *,
-        automatic: _builtins.bool = ...,
-        target: _builtins.float = ...,
-        min_gain: _builtins.float = ...,
-        min_interval_ms: _builtins.int = ...,
-        settle_ms: _builtins.int = ...,
-        stuck_ms: _builtins.int = ...,
-        window_ms: _builtins.int = ...,
-        max_moves: _builtins.int = ...,
-        max_bytes: _builtins.int = ...,
-        groups: _builtins.int = ...,
+        automatic: _builtins.bool | None = ...,
+        target: _builtins.float | None = ...,
+        min_gain: _builtins.float | None = ...,
+        min_interval_ms: _builtins.int | None = ...,
+        settle_ms: _builtins.int | None = ...,
+        stuck_ms: _builtins.int | None = ...,
+        window_ms: _builtins.int | None = ...,
+        max_moves: _builtins.int | None = ...,
+        max_bytes: _builtins.int | None = ...,
+        groups: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_automatic", b"_automatic", "_groups", b"_groups", "_max_bytes", b"_max_bytes", "_max_moves", b"_max_moves", "_min_gain", b"_min_gain", "_min_interval_ms", b"_min_interval_ms", "_settle_ms", b"_settle_ms", "_stuck_ms", b"_stuck_ms", "_target", b"_target", "_window_ms", b"_window_ms", "automatic", b"automatic", "groups", b"groups", "max_bytes", b"max_bytes", "max_moves", b"max_moves", "min_gain", b"min_gain", "min_interval_ms", b"min_interval_ms", "settle_ms", b"settle_ms", "stuck_ms", b"stuck_ms", "target", b"target", "window_ms", b"window_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["automatic", b"automatic", "groups", b"groups", "max_bytes", b"max_bytes", "max_moves", b"max_moves", "min_gain", b"min_gain", "min_interval_ms", b"min_interval_ms", "settle_ms", b"settle_ms", "stuck_ms", b"stuck_ms", "target", b"target", "window_ms", b"window_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_automatic", b"_automatic", "_groups", b"_groups", "_max_bytes", b"_max_bytes", "_max_moves", b"_max_moves", "_min_gain", b"_min_gain", "_min_interval_ms", b"_min_interval_ms", "_settle_ms", b"_settle_ms", "_stuck_ms", b"_stuck_ms", "_target", b"_target", "_window_ms", b"_window_ms", "automatic", b"automatic", "groups", b"groups", "max_bytes", b"max_bytes", "max_moves", b"max_moves", "min_gain", b"min_gain", "min_interval_ms", b"min_interval_ms", "settle_ms", b"settle_ms", "stuck_ms", b"stuck_ms", "target", b"target", "window_ms", b"window_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__automatic: _TypeAlias = _typing.Literal["automatic"]  # noqa: Y015
+    _WhichOneofArgType__automatic: _TypeAlias = _typing.Literal["_automatic", b"_automatic"]  # noqa: Y015
+    _WhichOneofReturnType__groups: _TypeAlias = _typing.Literal["groups"]  # noqa: Y015
+    _WhichOneofArgType__groups: _TypeAlias = _typing.Literal["_groups", b"_groups"]  # noqa: Y015
+    _WhichOneofReturnType__max_bytes: _TypeAlias = _typing.Literal["max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_bytes: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__max_moves: _TypeAlias = _typing.Literal["max_moves"]  # noqa: Y015
+    _WhichOneofArgType__max_moves: _TypeAlias = _typing.Literal["_max_moves", b"_max_moves"]  # noqa: Y015
+    _WhichOneofReturnType__min_gain: _TypeAlias = _typing.Literal["min_gain"]  # noqa: Y015
+    _WhichOneofArgType__min_gain: _TypeAlias = _typing.Literal["_min_gain", b"_min_gain"]  # noqa: Y015
+    _WhichOneofReturnType__min_interval_ms: _TypeAlias = _typing.Literal["min_interval_ms"]  # noqa: Y015
+    _WhichOneofArgType__min_interval_ms: _TypeAlias = _typing.Literal["_min_interval_ms", b"_min_interval_ms"]  # noqa: Y015
+    _WhichOneofReturnType__settle_ms: _TypeAlias = _typing.Literal["settle_ms"]  # noqa: Y015
+    _WhichOneofArgType__settle_ms: _TypeAlias = _typing.Literal["_settle_ms", b"_settle_ms"]  # noqa: Y015
+    _WhichOneofReturnType__stuck_ms: _TypeAlias = _typing.Literal["stuck_ms"]  # noqa: Y015
+    _WhichOneofArgType__stuck_ms: _TypeAlias = _typing.Literal["_stuck_ms", b"_stuck_ms"]  # noqa: Y015
+    _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
+    _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015
+    _WhichOneofReturnType__window_ms: _TypeAlias = _typing.Literal["window_ms"]  # noqa: Y015
+    _WhichOneofArgType__window_ms: _TypeAlias = _typing.Literal["_window_ms", b"_window_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__automatic) -> _WhichOneofReturnType__automatic | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__groups) -> _WhichOneofReturnType__groups | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_bytes) -> _WhichOneofReturnType__max_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_moves) -> _WhichOneofReturnType__max_moves | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_gain) -> _WhichOneofReturnType__min_gain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_interval_ms) -> _WhichOneofReturnType__min_interval_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__settle_ms) -> _WhichOneofReturnType__settle_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stuck_ms) -> _WhichOneofReturnType__stuck_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target) -> _WhichOneofReturnType__target | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_ms) -> _WhichOneofReturnType__window_ms | None: ...
 
 Global___RebalancePolicy: _TypeAlias = RebalancePolicy  # noqa: Y015
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from elasticep.control import events as ev
@@ -270,12 +270,20 @@ class Injector:
         _, seat = self._w.pick_seat(fault.target)
         config = self._w.configs[seat.group]
         draw = random.Random(fault.target)
-        policies = Policies(
+        policies = replace(
+            Policies.of(config),
             min_ranks=draw.randint(1, max(1, config.initial_ranks // 2)),
             lost_experts=draw.choice(list(LostExperts)),
             renormalise=draw.random() < 0.5,
             manual_readmission=draw.random() < 0.2,
             flap_limit=draw.choice((0, 2, 5)),
+            rebalance=replace(
+                config.rebalance,
+                automatic=draw.random() < 0.8,
+                target=draw.choice((1.0, 1.03, 1.3)),
+                window_ms=draw.choice((100, 250, 1_000)),
+                max_moves=draw.choice((0, 0, 2)),
+            ),
         )
         self._w.set_policies(seat.group, policies)
 

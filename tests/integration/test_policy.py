@@ -63,6 +63,28 @@ def test_an_acknowledged_change_survives_the_leader_and_reaches_every_node(run: 
     run(scenario)
 
 
+def test_who_asks_for_the_same_again_waits_for_the_store_too(run_memory: Run) -> None:
+    """The first call may have been given up while its write was on its way."""
+
+    async def scenario(bench: Bench) -> None:
+        leader = await bench.leader("c0")
+        async with formed(bench, group_config(), leader), client(leader.address) as stub:
+            assert leader.term is not None
+            membership = leader.term.cluster.groups["g"]
+            bench.memory.set_available(False)
+            calls = [stub.SetPolicy(request(flap_limit="9"), timeout=CALL_S)]
+            await until(lambda: membership.policies.flap_limit == 9, "it is decided")
+            calls.append(stub.SetPolicy(request(flap_limit="9"), timeout=CALL_S))
+            answers = [asyncio.ensure_future(call) for call in calls]
+            await stub.GetCluster(controller_pb2.GetClusterRequest(), timeout=CALL_S)
+            assert not any(answer.done() for answer in answers), "acknowledged before it is stored"
+            bench.memory.set_available(True)
+            for answer in await asyncio.gather(*answers):
+                assert answer.policies.flap_limit == 9
+
+    run_memory(scenario)
+
+
 def test_what_cannot_be_is_refused_and_changes_nothing(run: Run) -> None:
     async def scenario(bench: Bench) -> None:
         leader = await bench.leader("c0")

@@ -219,6 +219,43 @@ def test_a_pause_survives_the_leader(run: Run) -> None:
     run(scenario)
 
 
+def test_settings_are_changed_while_the_group_runs_and_outlive_the_leader(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.leader("c0")
+        standby = await bench.controller("c1")
+        async with formed(bench, config(HAND), first, standby):
+            change = ("--set", "automatic=true", "--set", "target=1.25")
+            told = await asyncio.to_thread(command, first, *change)
+            lines = dict(line.split() for line in told.output.splitlines())
+            assert lines["rebalance.automatic"] == "true"
+            assert lines["rebalance.target"] == "1.25"
+            assert lines["rebalance.settle_ms"] == "100", "what is not named stays"
+            await bench.stop(first)
+            await until(lambda: standby.term is not None, "the standby leads")
+            told = await asyncio.to_thread(
+                command, standby, "--set", "max_moves=3", "--output", "json"
+            )
+            settings = RebalancePolicy.from_dict(json.loads(told.output))
+            assert settings == replace(HAND, automatic=True, target=1.25, max_moves=3)
+            (group,) = (await cluster(standby.address)).groups
+            assert RebalancePolicy.from_proto(group.policies.rebalance) == settings
+            assert RebalancePolicy.from_proto(group.config.rebalance) == HAND, "as it was created"
+            for wrong, why in (
+                (("--set", "target=0.5"), "rebalance.target is 0.5; it must be a number from 1.0"),
+                (("--set", "goal=2"), "there is no policy 'rebalance.goal'; known are"),
+                (("--set", "target"), "write --set name=value"),
+                (("--set", "target=1.5", "--set", "target=2"), "target both '1.5' and '2'"),
+                (("--set", "target=2", "--pause"), "--set and --pause do not go together"),
+            ):
+                told = await asyncio.to_thread(command, standby, *wrong)
+                assert isinstance(told.exception, ConfigError)
+                assert why in str(told.exception)
+            (group,) = (await cluster(standby.address)).groups
+            assert RebalancePolicy.from_proto(group.policies.rebalance) == settings
+
+    run(scenario)
+
+
 def swapped(placement: Placement) -> Placement:
     """What two ranks hold in the first layer, exchanged."""
     expert, weight = placement.slot_expert.copy(), placement.slot_weight.copy()

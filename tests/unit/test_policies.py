@@ -1,7 +1,10 @@
 """Policies of a running group: what they may be, that they hold, and that nothing forgets them."""
 
+from dataclasses import replace
+
 import pytest
 
+from elasticep.balance import RebalancePolicy
 from elasticep.control import events as ev
 from elasticep.control import records
 from elasticep.control.records import Moment
@@ -32,13 +35,31 @@ def change(world: World, **settings: str) -> Policies:
 
 
 def test_a_change_keeps_what_it_does_not_name() -> None:
-    policies = Policies.of(group_config(min_ranks=2))
+    config = group_config(min_ranks=2)
+    policies = Policies.of(config)
     same = policies.changed(controller_pb2.GroupPolicies())
     assert same == policies
     changed = policies.changed(change_from_text({"renormalise": "true", "flap_limit": "0"}))
     assert changed.to_dict() == {**policies.to_dict(), "renormalise": True, "flap_limit": 0}
     assert Policies.from_proto(changed.to_proto()) == changed
-    assert Policies.from_dict(changed.to_dict()) == changed
+    assert Policies.from_dict(changed.to_dict(), config) == changed
+    moved = policies.changed(change_from_text({"rebalance.target": "1.2", "staging_slots": "1"}))
+    settings = replace(policies.rebalance, target=1.2)
+    assert moved == replace(policies, rebalance=settings, staging_slots=1)
+    assert Policies.from_proto(moved.to_proto()) == moved
+    assert Policies.from_dict(moved.to_dict(), config) == moved
+
+
+def test_what_an_older_controller_stored_is_read_and_the_rest_is_as_the_config_says() -> None:
+    settings = RebalancePolicy(target=1.5, automatic=False)
+    config = group_config(spare_copies=0, rebalance=settings)
+    older = {name: Policies.of(config).to_dict()[name] for name in ("min_ranks", "flap_limit")}
+    older |= {"lost_experts": "serve", "renormalise": True, "flap_window_ms": 5_000}
+    read = Policies.from_dict(older, config)
+    assert (read.lost_experts, read.flap_window_ms) == (LostExperts.SERVE, 5_000)
+    assert (read.spare_copies, read.rebalance) == (0, settings)
+    partly = Policies.from_dict({**older, "rebalance": {"target": 1.1}}, config)
+    assert partly.rebalance == replace(settings, target=1.1)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +73,16 @@ def test_a_change_keeps_what_it_does_not_name() -> None:
         ({"min_ranks": "0"}, "min_ranks is 0; it must be 1 to 4"),
         ({"flap_limit": "1001"}, "flap_limit is 1001"),
         ({"flap_window_ms": "999"}, "flap_window_ms is 999; it must be 1000 to 86400000"),
+        ({"spare_copies": "4"}, "spare_copies is 4; it must be 0 to 3"),
+        ({"staging_slots": "4"}, "staging_slots is 4; it must be 0 to 3"),
+        ({"spare_copies": "9999999999"}, "spare_copies is 9999999999, which is more than can be"),
+        ({"rebalance": "1"}, "there is no policy 'rebalance'; known are .*rebalance.target"),
+        ({"rebalance.target": "low"}, "rebalance.target is 'low'; it must be a number"),
+        ({"rebalance.target": "nan"}, "rebalance.target is nan; it must be a number from 1.0"),
+        ({"rebalance.min_gain": "-1"}, "rebalance.min_gain is -1.0; it must be a number from 0.0"),
+        ({"rebalance.automatic": "no"}, "rebalance.automatic is 'no'; it must be true or false"),
+        ({"rebalance.window_ms": "9"}, "rebalance.window_ms is 9; it must be a whole number from"),
+        ({"rebalance.groups": "5"}, "do not divide into 5 groups; change rebalance.groups"),
     ],
 )
 def test_what_cannot_be_is_refused_and_named(settings: dict[str, str], text: str) -> None:
