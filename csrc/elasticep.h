@@ -32,7 +32,8 @@ enum ep_error {
   EP_EGONE = -10007,     /* daemon or worker is gone */
   EP_ECAP = -10008,      /* more tokens than the cap */
   EP_ELOST = -10009,     /* an expert of the view has no live replica and the policy refuses */
-  EP_ESHORT = -10010     /* memory could not be reserved */
+  EP_ESHORT = -10010,    /* memory could not be reserved */
+  EP_EINTR = -10011      /* a signal may have come: the same call with the same arguments goes on waiting */
 };
 
 enum ep_copies { EP_COPIES_ALL = 0, EP_COPIES_PER_EXPERT = 1, EP_COPIES_PER_RANK = 2 };
@@ -231,6 +232,10 @@ EP_API int ep_session_status(ep_session* session, ep_status* out);
 /* Why this rank was fenced: epoch and sentence. Returns 1 if fenced, else 0. */
 EP_API int ep_session_fenced(ep_session* session, uint64_t* epoch, char* text, uint64_t text_size);
 EP_API int ep_session_warmup(ep_session* session, uint32_t on);
+/* on: a wait of ep_step_begin, ep_dispatch_recv, ep_combine, ep_combine_send and ep_combine_recv returns EP_EINTR when a
+ * signal's handler ran in its thread, and every 50 ms, so that the caller can run handlers of its own. Nothing is lost: the
+ * same call goes on with the same exchange and deadline. Off at the start. */
+EP_API int ep_session_interrupts(ep_session* session, uint32_t on);
 /* Slot table of the bank of `epoch`: [layers][max_ranks][slots] int32. EP_EINVAL if that bank is gone. */
 EP_API int ep_session_slots(ep_session* session, uint64_t epoch, int32_t* slot_expert);
 EP_API int ep_session_loads(ep_session* session, uint64_t* loads); /* [layers][experts] since the start */
@@ -240,8 +245,11 @@ EP_API int ep_session_loads(ep_session* session, uint64_t* loads); /* [layers][e
 EP_API int ep_step_begin(ep_session* session, uint32_t tokens, uint32_t timeout_ms, ep_step_info* out);
 /* Ends the step: *complete = 1 if every exchange of it was complete. */
 EP_API int ep_step_end(ep_session* session, uint32_t* complete);
-/* Tears the step for all (an exception in the engine). */
+/* Tears the step for all (an exception in the engine), also while an exchange of it is being waited for. */
 EP_API int ep_step_tear(ep_session* session);
+/* After an EP_EINTR of ep_step_begin that will not be called again: as if the barrier had timed out. If it was passed
+ * meanwhile, the step is torn and ended. */
+EP_API int ep_step_cancel(ep_session* session);
 
 /* x [tokens, hidden] of the exchange's input dtype (fp32/fp16/bf16), ids int64 or int32 [tokens, topk] logical experts or -1,
  * weights f32. lost: [tokens] u8 out, 1 = needed a lost expert; may be NULL. EP_ETORN: step torn, nothing delivered. */

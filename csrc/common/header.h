@@ -41,6 +41,7 @@ struct alignas(64) Command {
   Atomic<u64> posted;
   u32 op, exchange, layer, tokens, x_dtype, out_dtype, timeout_ms, sequence;
   float global_scale;
+  Atomic<u64> cancelled;  // = posted: the engine gives this command up; a wait of it ends at once
   alignas(64) Atomic<u64> done;
   int32_t status;
   u32 complete;
@@ -48,6 +49,8 @@ struct alignas(64) Command {
   char text[EP_TEXT];
   u32 source_tokens[EP_MAX_RANKS];
 };
+
+static_assert(offsetof(Command, done) == 64);
 
 struct Header {
   u64 magic;

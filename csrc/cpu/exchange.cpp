@@ -22,6 +22,7 @@ struct Runner::Wait {
   u64 tag;
   u8* base;      // flags in my own region, one per source
   u64 stride;
+  u64& since;    // where an interrupted wait keeps its beginning
   std::atomic<u64>& flag(u32 source) const { return word(*reinterpret_cast<u64*>(base + source * stride)); }
 };
 
@@ -32,8 +33,9 @@ int Runner::torn_status() {
 int Runner::wait_flags(const Wait& w) {
   Header& h = *own_.header;
   const u32* members = view_->tables.head->incarnation;
-  const u64 begin = now_ns();
-  bool recorded = false;
+  const u64 resumed = now_ns(), begin = w.since ? w.since : resumed;
+  bool recorded = w.since && h.wait.owner.load() == w.channel + 1, signalled = false;
+  w.since = 0;
   auto done = [&](int status) {
     h.runner_asleep[w.channel].store(kAwake);
     if (recorded) {
@@ -78,6 +80,7 @@ int Runner::wait_flags(const Wait& w) {
       snprintf(text, sizeof text, "rank %u left step %llu", by, (unsigned long long)step_);
       return torn(text);
     }
+    if (called_off(w.channel)) return torn("the engine tore it");
     u64 now = now_ns();
     if (now - begin >= h.timeouts.exchange_timeout_ns) {
       snprintf(text, sizeof text, "rank %u did not answer within %llu ms", missing, (unsigned long long)(h.timeouts.exchange_timeout_ns / 1000000));
@@ -92,9 +95,24 @@ int Runner::wait_flags(const Wait& w) {
       h.wait.since_ns.store(begin);
       h.wait.phase.store(w.phase);
     }
+    if (signals_wait(signalled, resumed, now)) {
+      h.runner_asleep[w.channel].store(kAwake);
+      w.since = begin;
+      return fail(EP_EINTR, "a wait for rank %u was interrupted by a signal; call again", missing);
+    }
     u64 left = h.timeouts.exchange_timeout_ns - (now - begin);
-    futex_wait(h.runner_wake[w.channel], wake_seen, left < kLook ? left : kLook);
+    signalled = futex_wait(h.runner_wake[w.channel], wake_seen, left < kLook ? left : kLook);
   }
+}
+
+// The record of a wait that was interrupted and will not go on.
+void Runner::forget_wait(u32 channel) {
+  Header& h = *own_.header;
+  if (!flights_[channel].waits_since) return;
+  flights_[channel].waits_since = 0;
+  if (h.wait.owner.load() != channel + 1) return;
+  h.wait.phase.store(0);
+  h.wait.owner.store(0);
 }
 
 // True when `to` has the flag of every member, so that mine was the last it waits for.
@@ -140,7 +158,7 @@ int Runner::dispatch_recv(u32 exchange, u32 channel, u64* arrived, u32* source_t
   Flight& f = flights_[channel];
   if (f.phase != Flight::kSent || f.exchange != exchange) return fail(EP_EUSAGE, "dispatch_recv without its dispatch_send on channel %u", channel);
   u8* arrivals = own_.data + layout_.channel[exchange][channel].arrival;
-  if (int bad = wait_flags({channel, exchange, 2, f.tag, arrivals, sizeof(Arrival)})) return bad;
+  if (int bad = wait_flags({channel, exchange, 2, f.tag, arrivals, sizeof(Arrival), f.waits_since})) return bad;
   if (int bad = take_rows(f, channel, arrived, source_tokens)) return bad;
   f.phase = Flight::kReceived;
   failpoint(*own_.header, EP_FAIL_RECEIVED);
@@ -174,7 +192,7 @@ int Runner::combine_recv(u32 exchange, u32 channel, void* out, u32 out_dtype) {
   Flight& f = flights_[channel];
   if (f.phase != Flight::kReady || f.exchange != exchange) return fail(EP_EUSAGE, "combine_recv without its combine_send on channel %u", channel);
   const ChannelLayout& l = layout_.channel[exchange][channel];
-  if (int bad = wait_flags({channel, exchange, 3, f.tag, own_.data + l.ready, sizeof(Flag)})) return bad;
+  if (int bad = wait_flags({channel, exchange, 3, f.tag, own_.data + l.ready, sizeof(Flag), f.waits_since})) return bad;
 
   if (int bad = sum_outputs(f, channel, out, out_dtype)) return bad;
   f.phase = Flight::kIdle;

@@ -12,6 +12,7 @@
 #include "common/barrier.h"
 #include "common/memory.h"
 #include "common/robust.h"
+#include "common/sys.h"
 #include "convert.h"
 
 namespace ep {
@@ -42,6 +43,7 @@ struct Flight {
   enum Phase { kIdle, kSent, kReceived, kReady } phase = kIdle;
   u32 exchange = 0, layer = 0, tokens = 0;
   u64 tag = 0;
+  u64 waits_since = 0;         // of a wait that a signal interrupted, 0: none was
   std::vector<int32_t> ids;    // [cap * topk] as checked: what the engine handed over is shared memory
   std::vector<Route> routes;   // [cap * topk]
   std::vector<float> weights;  // [cap * topk]
@@ -88,6 +90,8 @@ class Runner {
   void wake();
 
   int barrier(u32 tokens, u64 timeout_ns, ep_step_info* out);
+  // A barrier that answered EP_EINTR is not tried again: nobody waits at it any more.
+  void leave_barrier();
   int end_step(u32* complete);
   void tear(const char* why);
 
@@ -114,6 +118,9 @@ class Runner {
   u32 incarnation() const { return inc_; }
   // Called when a view was adopted, on the barrier's thread.
   std::function<void(u64 epoch, u64 step)> on_adopted;
+  // How a wait ends before its time: a worker's when the engine gives the command up; an engine's own returns EP_EINTR.
+  bool serves = false;
+  Atomic<bool> interrupts{false};
 
  private:
   struct Wait;
@@ -140,7 +147,14 @@ class Runner {
   u64 least_done(u64 epoch);
   int expelled(const BarrierDecision& d);
 
+  bool called_off(u32 channel) const {
+    const Command& c = own_.header->command[channel];
+    return serves && c.cancelled.load(std::memory_order_acquire) == c.posted.load(std::memory_order_relaxed);
+  }
+  // Whether it is time to let signals be seen to, in a wait that began or went on at `since`.
+  bool signals_wait(bool signalled, u64 since, u64 now) const { return interrupts.load(std::memory_order_relaxed) && (signalled || now - since >= kSignalLook); }
   int wait_flags(const Wait& wait);
+  void forget_wait(u32 channel);
   // Step by step, one file each: route.cpp, push.cpp, receive.cpp, combine.cpp.
   void prepare();
   int route(const Dispatch& d, Flight& f);
@@ -177,6 +191,7 @@ class Runner {
   u32 announced_ = 0;  // tokens that the posted cells name
   // The last wait at a barrier: whoever tries again there, after a time-out, waits on.
   struct { u64 step = 0, since_ns = 0; u32 rank = 0; } barrier_wait_;
+  bool barrier_shown_ = false;  // its wait record stands, though a signal interrupted it
   struct Known {
     KnownView view;
     u32 incarnation[EP_MAX_RANKS];

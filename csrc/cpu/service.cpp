@@ -131,6 +131,7 @@ int ep_worker_run(const char* socket_path, const char* ticket) {
   ep_geometry geometry;
   memcpy(&geometry, welcome.body.data(), sizeof geometry);
   Runner runner;
+  runner.serves = true;
   if (int bad = runner.open(geometry, link.rank, link.incarnation, welcome.fds[0], welcome.fds[1])) return bad;
   RobustHold hold;
   if (int bad = hold.take(runner.header().runner, link.incarnation)) return bad;

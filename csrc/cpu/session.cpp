@@ -17,6 +17,7 @@ using namespace ep;
 namespace {
 constexpr u64 kWorkerGrace = 5'000'000'000;  // beyond the worker's own deadline
 constexpr u64 kLook = 20'000'000;
+constexpr char kUnfinished[] = "the engine left a call that a signal interrupted";
 // Between an engine's memory and its region; a large batch goes past the caches, as its rows do.
 void hand_over(void* to, const void* from, u64 bytes) {
   u8* d = static_cast<u8*>(to);
@@ -51,6 +52,12 @@ struct ep_session {
   u32 tokens[EP_MAX_CHANNELS] = {};  // of the channel's exchange
   bool flying[EP_MAX_CHANNELS] = {};  // between dispatch and combine others may read the rows handed over
   bool in_step = false;
+  bool interrupts = false;
+  // A call that answered EP_EINTR and has not been called again. Service: its command, which the worker goes on with.
+  struct Interrupted {
+    u32 op = 0;
+    u64 deadline = 0;
+  } interrupted[EP_MAX_CHANNELS];
   pid_t pid = getpid();
 
   // Nothing may be unmapped while somebody still writes there.
@@ -73,11 +80,24 @@ struct ep_session {
                : 0;
   }
 
-  // Lets an unfinished command of this channel end, so that its arguments may be overwritten.
-  void drain(u32 channel) {
-    Command& c = header().command[channel];
-    if (c.done.load(std::memory_order_acquire) != c.posted.load(std::memory_order_relaxed))
-      answer(channel, 2 * header().timeouts.exchange_timeout_ns);
+  void set_interrupts(bool on) {
+    interrupts = on;
+    if (runner) runner->interrupts.store(on);
+  }
+
+  // Gives an unfinished command of this channel up, so that its arguments may be overwritten; what it answered.
+  int drain(u32 channel) {
+    Header& h = header();
+    Command& c = h.command[channel];
+    const u64 posted = c.posted.load(std::memory_order_relaxed);
+    const bool finished = c.done.load(std::memory_order_acquire) == posted;
+    if (finished && !interrupted[channel].op) return 0;
+    if (!finished) {
+      c.cancelled.store(posted, std::memory_order_seq_cst);
+      ring(h.runner_wake[channel], h.runner_asleep[channel]);
+    }
+    interrupted[channel] = {};
+    return wait_through(channel, 2 * h.timeouts.exchange_timeout_ns);
   }
 
   void post(u32 channel, u32 op) {
@@ -92,7 +112,11 @@ struct ep_session {
   int answer(u32 channel, u64 limit) {
     Header& h = header();
     Command& c = h.command[channel];
-    const u64 deadline = now_ns() + limit + kWorkerGrace;
+    const u64 begin = now_ns();
+    bool signalled = false;
+    Interrupted& before = interrupted[channel];
+    const Interrupted now{c.op, before.op ? before.deadline : begin + limit + kWorkerGrace};
+    before = {};
     for (;;) {
       u32 seen = h.engine_wake.load();
       h.engine_asleep.store(1);
@@ -101,19 +125,48 @@ struct ep_session {
         h.engine_asleep.store(kAwake);
         return EP_EFENCED;
       }
-      if (now_ns() > deadline) {
+      const u64 time = now_ns();
+      if (interrupts && (signalled || time - begin >= kSignalLook)) {
+        h.engine_asleep.store(kAwake);
+        before = now;
+        return fail(EP_EINTR, "a wait for the worker of rank %u was interrupted by a signal; call again", link.rank);
+      }
+      if (time > now.deadline) {
         h.engine_asleep.store(kAwake);
         return fail(EP_EGONE, "the worker of rank %u did not answer within %llu ms of its deadline; see the daemon's log", link.rank, (unsigned long long)(kWorkerGrace / 1'000'000));
       }
-      futex_wait(h.engine_wake, seen, kLook);
+      signalled = futex_wait(h.engine_wake, seen, kLook);
     }
     h.engine_asleep.store(kAwake);
     return c.status ? fail(c.status, "%s", c.text) : 0;
   }
 
+  // The same call after an EP_EINTR waits for the command that is under way.
   int call(u32 channel, u32 op, u64 limit) {
-    post(channel, op);
+    if (interrupted[channel].op != op) {
+      if (interrupted[channel].op) drain(channel);
+      post(channel, op);
+    }
     return answer(channel, limit);
+  }
+
+  // Without EP_EINTR: what ends or tears a step waits for no peer.
+  int wait_through(u32 channel, u64 limit) {
+    const bool before = interrupts;
+    interrupts = false;
+    const int status = answer(channel, limit);
+    interrupts = before;
+    return status;
+  }
+  int call_through(u32 channel, u32 op) {
+    post(channel, op);
+    return wait_through(channel, header().timeouts.exchange_timeout_ns);
+  }
+
+  // Inline launch: notes whether this call is to be called again.
+  int inline_answer(u32 channel, u32 op, int status) {
+    interrupted[channel] = {status == EP_EINTR ? op : 0u, 0};
+    return status;
   }
 
   int check_names(u32 exchange, u32 channel, u32 dtype, bool sending) const {
@@ -219,8 +272,15 @@ int ep_session_open(const char* socket_path, const char* ticket, uint32_t timeou
 void ep_session_close(ep_session* s) {
   if (!s) return;
   if (getpid() != s->pid) return;  // a forked child has neither the threads nor the seat
+  if (s->interrupted[0].op == kOpBarrier) ep_step_cancel(s);
   if (s->in_step) ep_step_tear(s);
   delete s;
+}
+
+int ep_session_interrupts(ep_session* s, uint32_t on) {
+  if (int bad = s->check_fork()) return bad;
+  s->set_interrupts(on != 0);
+  return 0;
 }
 
 int ep_session_geometry(ep_session* s, ep_geometry* out) {
@@ -272,7 +332,11 @@ int ep_step_begin(ep_session* s, uint32_t tokens, uint32_t timeout_ms, ep_step_i
   const u64 limit = timeout_ms ? u64(timeout_ms) * 1'000'000 : h.timeouts.step_timeout_ns;
   int status;
   if (s->runner) {
-    status = s->runner->barrier(tokens, limit, out);
+    const u64 now = now_ns();
+    const u64 deadline = s->interrupted[0].op ? s->interrupted[0].deadline : now + limit;
+    status = s->runner->barrier(tokens, deadline > now ? deadline - now : 1, out);
+    s->interrupted[0] = {};
+    if (status == EP_EINTR) s->interrupted[0] = {kOpBarrier, deadline};
   } else {
     h.command[0].tokens = tokens;
     h.command[0].timeout_ms = timeout_ms;
@@ -293,10 +357,18 @@ int ep_step_end(ep_session* s, uint32_t* complete) {
   if (!s->in_step) return fail(EP_EUSAGE, "step_end without a step");
   s->in_step = false;
   *complete = 0;
-  if (s->runner) return s->runner->end_step(complete);
+  bool unfinished = false;  // what an interrupted call would have delivered was not
+  for (const auto& call : s->interrupted) unfinished |= call.op != 0;
+  if (s->runner) {
+    if (unfinished) s->runner->tear(kUnfinished);
+    for (auto& call : s->interrupted) call = {};
+    return s->runner->end_step(complete);
+  }
   if (int bad = s->check_fenced()) return bad;
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->drain(c);
-  if (int bad = s->call(0, kOpStepEnd, s->header().timeouts.exchange_timeout_ns)) return bad;
+  if (unfinished)
+    if (int bad = s->call_through(0, kOpTear)) return bad;
+  if (int bad = s->call_through(0, kOpStepEnd)) return bad;
   *complete = s->header().command[0].complete;
   return 0;
 }
@@ -310,7 +382,25 @@ int ep_step_tear(ep_session* s) {
   }
   if (int bad = s->check_fenced()) return bad;
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->drain(c);
-  return s->call(0, kOpTear, s->header().timeouts.exchange_timeout_ns);
+  return s->call_through(0, kOpTear);
+}
+
+int ep_step_cancel(ep_session* s) {
+  if (int bad = s->check_fork()) return bad;
+  if (s->interrupted[0].op == kOpBarrier) {
+    if (s->runner) {
+      s->interrupted[0] = {};
+      s->runner->leave_barrier();
+    } else {
+      const int status = s->drain(0);
+      s->in_step = !status;
+      if (status) return status == EP_EINTR || status == EP_ETIMEOUT ? 0 : status;
+    }
+  }
+  if (!s->in_step) return 0;
+  u32 complete = 0;
+  const int bad = ep_step_tear(s), end = ep_step_end(s, &complete);
+  return bad ? bad : end;
 }
 
 namespace {
@@ -404,9 +494,10 @@ int ep_dispatch_recv(ep_session* s, uint32_t exchange, uint32_t channel, ep_rece
   Command& c = s->header().command[channel];
   if (s->runner) {
     memset(c.source_tokens, 0, sizeof c.source_tokens);
-    if (int bad = s->runner->dispatch_recv(exchange, channel, &c.arrived, c.source_tokens)) return bad;
+    if (int bad = s->runner->dispatch_recv(exchange, channel, &c.arrived, c.source_tokens)) return s->inline_answer(channel, kOpDispatch, bad);
+    s->interrupted[channel] = {};
   } else if (int bad = s->answer(channel, exchange_limit(s))) {
-    s->flying[channel] = false;  // nothing was sent, or the step is torn
+    if (bad != EP_EINTR) s->flying[channel] = false;  // nothing was sent, or the step is torn
     return bad;
   }
   return finish_dispatch(s, exchange, channel, out, lost);
@@ -415,7 +506,10 @@ int ep_dispatch_recv(ep_session* s, uint32_t exchange, uint32_t channel, ep_rece
 int ep_dispatch(ep_session* s, uint32_t exchange, uint32_t channel, uint32_t layer, const void* x, uint32_t x_dtype, const void* ids,
                 uint32_t ids_bytes, const float* weights, uint32_t tokens, ep_received* out, uint8_t* lost) {
   if (int bad = ep_dispatch_send(s, exchange, channel, layer, x, x_dtype, ids, ids_bytes, weights, tokens)) return bad;
-  return ep_dispatch_recv(s, exchange, channel, out, lost);
+  int status;
+  while ((status = ep_dispatch_recv(s, exchange, channel, out, lost)) == EP_EINTR) {
+  }
+  return status;
 }
 
 int ep_combine_send(ep_session* s, uint32_t exchange, uint32_t channel) {
@@ -429,7 +523,7 @@ int ep_combine_send(ep_session* s, uint32_t exchange, uint32_t channel) {
 int ep_combine_recv(ep_session* s, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype) {
   if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
   if (s->runner) {
-    const int bad = s->runner->combine_recv(exchange, channel, out, out_dtype);
+    const int bad = s->inline_answer(channel, kOpCombine, s->runner->combine_recv(exchange, channel, out, out_dtype));
     if (!bad) s->flying[channel] = false;
     return bad;
   }
@@ -444,7 +538,8 @@ int ep_combine_recv(ep_session* s, uint32_t exchange, uint32_t channel, void* ou
 int ep_combine(ep_session* s, uint32_t exchange, uint32_t channel, void* out, uint32_t out_dtype) {
   if (int bad = s->check_exchange(exchange, channel, out_dtype)) return bad;
   if (s->runner) {
-    if (int bad = s->runner->combine_send(exchange, channel)) return bad;
+    if (s->interrupted[channel].op != kOpCombine)
+      if (int bad = s->runner->combine_send(exchange, channel)) return bad;
     return ep_combine_recv(s, exchange, channel, out, out_dtype);
   }
   Command& c = s->header().command[channel];

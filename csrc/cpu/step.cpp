@@ -307,13 +307,17 @@ int Runner::expelled(const BarrierDecision& d) {
   return fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, text);
 }
 
+static int interrupted() { return fail(EP_EINTR, "the barrier was interrupted by a signal; call again"); }
+
 int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
   if (in_step_) return fail(EP_EUSAGE, "step_begin inside a step; end the step first");
   Header& h = *own_.header;
   const u64 begin = now_ns(), deadline = begin + (timeout_ns ? timeout_ns : h.timeouts.step_timeout_ns);
-  bool waiting = false;
+  bool waiting = barrier_shown_, signalled = false;
+  barrier_shown_ = false;
   auto done = [&](int status) {
-    if (waiting) h.wait.phase.store(0);
+    barrier_shown_ = waiting && status == EP_EINTR && !serves;
+    if (waiting && !barrier_shown_) h.wait.phase.store(0);
     h.runner_asleep[0].store(kAwake);
     return status;
   };
@@ -401,6 +405,7 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
         u32 seen = h.runner_wake[0].load();
         if (staged_version_.load() == staged_seen) futex_wait(h.runner_wake[0], seen, kDoomedPause);
       }
+      if (called_off(0) || signals_wait(false, begin, now_ns())) return done(interrupted());
       if (now_ns() >= deadline) return done(fail(EP_ETIMEOUT, "a member of epoch %llu is dead and no later view was staged in time; see `elasticep status`", (unsigned long long)view_->epoch));
       continue;
     }
@@ -417,8 +422,14 @@ int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
       h.wait.since_ns.store(barrier_wait_.since_ns);
       h.wait.phase.store(view_ ? 1u : 4u);
     }
-    futex_wait(h.runner_wake[0], wake_seen, min_ns(kLook, deadline - now_time));
+    if (called_off(0) || signals_wait(signalled, begin, now_time)) return done(interrupted());
+    signalled = futex_wait(h.runner_wake[0], wake_seen, min_ns(kLook, deadline - now_time));
   }
+}
+
+void Runner::leave_barrier() {
+  if (barrier_shown_) own_.header->wait.phase.store(0);
+  barrier_shown_ = false;
 }
 
 // A rank without a view. 1: it now has one and the barrier goes on as a member. 0: *decision says run or wait.
@@ -513,6 +524,7 @@ int Runner::end_step(u32* complete) {
     h.complete_steps.fetch_add(1);
     if (g_.agreed && exchanged_.load()) ++done_;
   }
+  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) forget_wait(c);
   in_step_ = false;
   next_barrier();
   h.progress.fetch_add(1);

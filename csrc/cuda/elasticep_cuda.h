@@ -188,12 +188,13 @@ EP_API int epc_session_policy(epc_session* session, uint32_t* policy);
 /* As ep_session_slots. */
 EP_API int epc_session_slots(epc_session* session, uint64_t epoch, int32_t* slot_expert);
 /* Returns when a view later than `after` is staged; EP_EFENCED, or EP_ETIMEOUT after timeout_ms (0: step_timeout). Until a
- * rank has run its first view it counts from here on as waiting at the barrier. */
-EP_API int epc_session_enter(epc_session* session, uint64_t after, uint32_t timeout_ms);
+ * rank has run its first view it counts from here on as waiting at the barrier. EP_EINTR every 50 ms, for the caller's
+ * signals: call with `again` = 1 to go on. */
+EP_API int epc_session_enter(epc_session* session, uint64_t after, uint32_t timeout_ms, uint32_t again);
 /* epc_step_begin with a limit of its own (0: the group's); EP_EFENCED. */
 EP_API int epc_session_step_begin(epc_session* session, uint32_t tokens, uint32_t timeout_ms, void* stream);
 /* Waits until `count` barriers (or step ends) of this session have run, counted from 1, replays of a graph included. `stream`
- * is the one that they are on: EP_EUSAGE if it ends or fails without. */
+ * is the one that they are on: EP_EUSAGE if it ends or fails without. EP_EINTR every 50 ms: call again. */
 EP_API int epc_session_wait(epc_session* session, uint32_t what, uint64_t count, void* stream);
 /* Device address of [layers][slots] int32: the expert in each of this rank's slots in the running view, -1 = empty. It stays;
  * the barrier kernel that adopts a view changes what it holds. */

@@ -48,6 +48,7 @@ struct epc_session {
   std::condition_variable changed;
   std::thread reporter;
   u64 staged = 0, staged_at = 0;  // highest epoch, and when
+  u64 enter_by = 0;               // deadline of the last epc_session_enter
   bool stop = false;
 
   ep::Header& header() { return *context->header; }
@@ -271,22 +272,25 @@ int epc_session_slots(epc_session* s, uint64_t epoch, int32_t* slot_expert) {
   return 0;
 }
 
-int epc_session_enter(epc_session* s, uint64_t after, uint32_t timeout_ms) {
+int epc_session_enter(epc_session* s, uint64_t after, uint32_t timeout_ms, uint32_t again) {
   if (int bad = s->check_usable()) return bad;
   ep::Header& h = s->header();
   std::unique_lock<std::mutex> lock(s->mutex);
   if (s->staged > after) return 0;
-  if (!h.epoch.load()) {  // the daemon tells of a joiner that has come here
+  if (!again && !h.epoch.load()) {  // the daemon tells of a joiner that has come here
     h.wait.rank.store(s->link.rank);
     h.wait.since_ns.store(ep::now_ns());
   }
-  const u64 limit = timeout_ms ? timeout_ms * kMs : h.timeouts.step_timeout_ns, deadline = ep::now_ns() + limit;
+  const u64 limit = timeout_ms ? timeout_ms * kMs : h.timeouts.step_timeout_ns, began = ep::now_ns();
+  if (!again) s->enter_by = began + limit;
+  const u64 deadline = s->enter_by;
   while (s->staged <= after) {
     if (int bad = s->check_fenced()) return bad;
     const u64 now = ep::now_ns();
     if (now > deadline)
       return ep::fail(EP_ETIMEOUT, "no view after %llu came for rank %u within %llu ms", static_cast<unsigned long long>(after), s->link.rank,
                       static_cast<unsigned long long>(limit / kMs));
+    if (now - began >= ep::kSignalLook) return EP_EINTR;
     const u64 nap = deadline - now < 20 * kMs ? deadline - now + 1000 : 20 * kMs;  // nobody wakes us for a fence
     s->changed.wait_for(lock, std::chrono::nanoseconds(nap));
   }
@@ -314,7 +318,11 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
     if (now - asked < kMs) continue;
     asked = now;
     const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));
-    if (status == cudaErrorNotReady || seen >= count) continue;
+    if (seen >= count) continue;
+    if (status == cudaErrorNotReady) {
+      if (now - began >= ep::kSignalLook) return EP_EINTR;
+      continue;
+    }
     if (status == cudaSuccess)
       return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
                       static_cast<unsigned long long>(count));

@@ -28,6 +28,14 @@ Landing landing_of(const Received& r) {
   return l;
 }
 
+template <class Call>
+int again(Call&& call) {
+  int status;
+  while ((status = call()) == EP_EINTR) {
+  }
+  return status;
+}
+
 class Cpu final : public Plane {
  public:
   explicit Cpu(const ept_exchange& spec)
@@ -36,13 +44,14 @@ class Cpu final : public Plane {
   int dispatch(const Input& in, Channel& channel) override {
     const ep_rows rows{in.x, in.scales, in.x_dtype, 1.0f};
     if (int bad = calls_.send(session_, number_, in.channel, in.layer, &rows, in.ids, in.ids_bytes, in.weights, in.tokens)) return bad;
-    if (int bad = calls_.receive(session_, number_, in.channel, &received_, in.lost)) return bad;
+    // Handlers of signals cannot run inside an operator: they wait until it has ended.
+    if (int bad = again([&] { return calls_.receive(session_, number_, in.channel, &received_, in.lost); })) return bad;
     channel.landing = landing_of(received_);
     return 0;
   }
 
   int combine(uint32_t number, const Channel&, void* out, uint32_t out_dtype) override {
-    return calls_.combine(session_, number_, number, out, out_dtype);
+    return again([&] { return calls_.combine(session_, number_, number, out, out_dtype); });
   }
 
   const char* last_error() const override { return calls_.last_error(); }

@@ -27,6 +27,7 @@ from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
 
 POLICY_SERVE: Final = 1  # EP_POLICY_SERVE
+_EINTR: Final = int(abi.Error.EINTR)  # what a wait answers so that handlers of signals run
 
 
 class CudaHandle:
@@ -54,6 +55,7 @@ class CudaHandle:
         self._session: int | None = sessions.open_session(fd_socket, ticket, timeout_ms)
         self.context = sessions.context_of(self._session, rank, incarnation)
         self.device = torch.device("cuda", self.context.config.device)
+        self._begun = False  # a barrier is on the stream without its step's end
         self._sms = ctypes.c_uint32(0)  # what the context was told last, also by torch operators
         self._args: dict[tuple[int, int], native.DispatchArgs] = {}  # of the exchange under way
 
@@ -81,21 +83,32 @@ class CudaHandle:
 
     def enter(self, after: int, timeout_ms: int) -> None:
         """Wait until a view later than epoch `after` is staged. Raises Fenced, StepTimeout."""
-        self._check(self._api.epc_session_enter(self._session, after, timeout_ms), "step barrier")
+        code = self._api.epc_session_enter(self._session, after, timeout_ms, 0)
+        while code == _EINTR:
+            code = self._api.epc_session_enter(self._session, after, timeout_ms, 1)
+        self._check(code, "step barrier")
 
     def begin(self, tokens: int, timeout_ms: int) -> None:
         """Put the step barrier on the stream."""
         code = self._api.epc_session_step_begin(self._session, tokens, timeout_ms, self.stream)
         self._check(code, "step barrier")
+        self._begun = True
 
     def step_end(self) -> bool:
         """Put the end of the step on the stream; whether it counts is not known yet."""
+        self._begun = False
         self.context.step_end(self.stream)
         return False
 
     def step_tear(self) -> None:
         """Put tearing the step for all on the stream."""
         self.context.tear(self.stream)
+
+    def step_cancel(self) -> None:
+        """After a signal's handler raised: end a step whose barrier is on the stream, torn."""
+        if self._begun:
+            self.step_tear()
+            self.step_end()
 
     def wait(self, what: Wait, count: int, stream: int) -> native.StepResult:
         """Wait until the stream has run that many barriers or step ends; what the last one said.
@@ -104,7 +117,9 @@ class CudaHandle:
             DeviceFailed: the device failed before.
             UsageError: the stream has run out without it.
         """
-        code = self._api.epc_session_wait(self._session, int(what), count, stream)
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.epc_session_wait(self._session, int(what), count, stream)
         self._check(code, f"step {count} of rank {self.context.config.rank}")
         return self.context.result()
 

@@ -15,6 +15,8 @@ from elasticep.native import abi, operators
 
 _TEXT_BYTES = 512
 _DISPATCH = "dispatch"
+_EINTR = int(abi.Error.EINTR)
+"""What a wait answers so that Python's handlers of signals run; the same call then goes on."""
 
 
 class SessionHandle(Protocol):
@@ -31,6 +33,9 @@ class SessionHandle(Protocol):
 
     def step_tear(self) -> None:
         """Tear the step for all members."""
+
+    def step_cancel(self) -> None:
+        """Give up a barrier at which a signal's handler raised, and the step if it was passed."""
 
     def dispatch_send(
         self, exchange: int, channel: int, layer: int, tensors: "DispatchInput"
@@ -132,6 +137,7 @@ class NativeHandle:
         )
         abi.check(code, "attach")
         self._session: ctypes.c_void_p | None = session
+        self._api.ep_session_interrupts(session, 1)
 
     def close(self) -> None:
         """Give the rank back and unmap its memory; tensors over it must not be used any more."""
@@ -142,7 +148,9 @@ class NativeHandle:
     def step_begin(self, tokens: int, timeout_ms: int) -> abi.StepInfo:
         """Pass the step barrier."""
         info = abi.StepInfo()
-        code = self._api.ep_step_begin(self._session, tokens, timeout_ms, ctypes.byref(info))
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.ep_step_begin(self._session, tokens, timeout_ms, ctypes.byref(info))
         self._check(code, "step barrier")
         return info
 
@@ -158,6 +166,10 @@ class NativeHandle:
     def step_tear(self) -> None:
         """Tear the step for all members."""
         self._check(self._api.ep_step_tear(self._session), "tearing the step")
+
+    def step_cancel(self) -> None:
+        """Give up a barrier at which a signal's handler raised, and the step if it was passed."""
+        self._check(self._api.ep_step_cancel(self._session), "giving up the step barrier")
 
     def dispatch_send(
         self, exchange: int, channel: int, layer: int, tensors: DispatchInput
@@ -175,7 +187,9 @@ class NativeHandle:
         self, exchange: int, channel: int, out: abi.Received, lost: int | None
     ) -> None:
         """Wait for rows."""
-        code = self._api.ep_dispatch_recv(self._session, exchange, channel, ctypes.byref(out), lost)
+        session, into, code = self._session, ctypes.byref(out), _EINTR
+        while code == _EINTR:
+            code = self._api.ep_dispatch_recv(session, exchange, channel, into, lost)
         self._check(code, _DISPATCH)
 
     def dispatch(
@@ -193,16 +207,24 @@ class NativeHandle:
 
     def combine_send(self, exchange: int, channel: int) -> None:
         """Say that this rank's outputs are ready."""
-        self._check(self._api.ep_combine_send(self._session, exchange, channel), "combine")
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.ep_combine_send(self._session, exchange, channel)
+        self._check(code, "combine")
 
     def combine_recv(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
         """Wait for outputs and sum them."""
-        code = self._api.ep_combine_recv(self._session, exchange, channel, out, dtype)
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.ep_combine_recv(self._session, exchange, channel, out, dtype)
         self._check(code, "combine")
 
     def combine(self, exchange: int, channel: int, out: int | None, dtype: int) -> None:
         """Both halves of combine, with one doorbell."""
-        self._check(self._api.ep_combine(self._session, exchange, channel, out, dtype), "combine")
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.ep_combine(self._session, exchange, channel, out, dtype)
+        self._check(code, "combine")
 
     def buffers(self, exchange: int, channel: int, x_dtype: int) -> tuple[int | None, int | None]:
         """Where rows of a dtype, and results, lie without a copy; None: anywhere."""

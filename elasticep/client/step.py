@@ -129,7 +129,10 @@ class Step:
         except BaseException as error:
             # A signal's, perhaps when the barrier was passed already: no block would end the step.
             self._session._step = None
-            self._session._tear(self, error)
+            try:
+                self._session._handle.step_cancel()
+            except ElasticEPError as second:
+                error.add_note(f"the step barrier could not be given up in order: {second}")
             raise
         return self
 

@@ -154,11 +154,13 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_session_status": (c_int, (c_void_p, POINTER(Status))),
     "ep_session_fenced": (c_int, (c_void_p, _U64P, c_void_p, c_uint64)),
     "ep_session_warmup": (c_int, (c_void_p, c_uint32)),
+    "ep_session_interrupts": (c_int, (c_void_p, c_uint32)),
     "ep_session_slots": (c_int, (c_void_p, c_uint64, c_void_p)),
     "ep_session_loads": (c_int, (c_void_p, c_void_p)),
     "ep_step_begin": (c_int, (c_void_p, c_uint32, c_uint32, POINTER(StepInfo))),
     "ep_step_end": (c_int, (c_void_p, _U32P)),
     "ep_step_tear": (c_int, (c_void_p,)),
+    "ep_step_cancel": (c_int, (c_void_p,)),
     "ep_dispatch_send": (c_int, _DISPATCH),
     "ep_dispatch_send_rows": (
         c_int,

@@ -40,6 +40,7 @@ class Error(enum.IntEnum):
     ECAP = -10008
     ELOST = -10009
     ESHORT = -10010
+    EINTR = -10011
 
 
 class Copies(enum.IntEnum):

@@ -93,6 +93,9 @@ class DoubleHandle:
     def step_tear(self) -> None:
         self._log("step_tear")
 
+    def step_cancel(self) -> None:
+        self._log("step_cancel")
+
     def dispatch_send(self, exchange: int, channel: int, layer: int, t: DispatchInput) -> None:
         self._log("dispatch_send", exchange, channel, layer, t.tokens)
         if t.tokens:

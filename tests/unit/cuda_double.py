@@ -124,6 +124,9 @@ class Handle:
         self.calls.append("tear")
         self.complete = False
 
+    def step_cancel(self) -> None:
+        self.calls.append("cancel")
+
     def wait(self, what: int, count: int, stream: int) -> Any:
         if self.broken:
             raise DeviceFailed("rank 0")

@@ -1,0 +1,250 @@
+"""Signals that come while an engine waits in native code: their handlers run at once, and the wait
+goes on as if nothing had been, or is given up in order."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+
+from elasticep.client.session import Session
+from elasticep.errors import StepTimeout
+from elasticep.geometry import GroupGeometry
+from elasticep.group import GroupConfig, Launch
+from elasticep.native import abi
+from elasticep.native.convert import geometry_struct
+from elasticep.spec import ExchangeSpec
+from elasticep.testing.clients import attach_to, on_all
+from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.small import until
+
+torch = pytest.importorskip("torch")
+
+HIDDEN, TOPK, EXPERTS, TOKENS = 16, 2, 4, 3
+SOON_S: Final = 20.0
+"""Far below every deadline of the group, and far above what a busy machine takes."""
+AT_BARRIER, IN_DISPATCH, IN_COMBINE = (
+    int(phase) for phase in (abi.WaitPhase.BARRIER, abi.WaitPhase.DISPATCH, abi.WaitPhase.COMBINE)
+)
+
+
+def config(launch: Launch) -> GroupConfig:
+    spec = ExchangeSpec.preset(
+        "ROUTED", dispatch_dtype="fp32", combine_dtype="fp32", max_tokens=TOKENS
+    )
+    sizes = GroupGeometry(
+        layers=1, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, slots_per_rank=EXPERTS, max_ranks=2
+    )
+    return GroupConfig(
+        name="signals",
+        geometry=sizes,
+        exchanges=(("decode", spec),),
+        initial_ranks=2,
+        launch=launch,
+    )
+
+
+class Pair:
+    """Rank 0, which gets the signals, and its peer in a thread."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.config = config(launch)
+        self.group = LocalGroup(geometry_struct(self.config))
+        self.mine, self.peer = (attach_to(self.group, self.config, rank) for rank in range(2))
+        self.group.stage(1, 0, range(2), spread(self.group.geometry, range(2)))
+
+    def close(self) -> None:
+        on_all([self.mine, self.peer], Session.detach)
+        self.group.close()
+
+    def step(self, session: Session, before: Callable[[str], None] = lambda half: None) -> bool:
+        """A step whose experts pass their rows on; True if it is complete, and right."""
+        exchange = session.exchange("decode")
+        x = torch.full((TOKENS, HIDDEN), float(session.rank + 1))
+        ids = torch.tensor([[0, 3]] * TOKENS)
+        with session.step(TOKENS) as step:
+            before("dispatch")
+            recv = exchange.dispatch(0, x, ids, torch.full((TOKENS, TOPK), 0.5))
+            recv.out[:] = recv.rows * recv.weights.sum(1, keepdim=True)
+            before("combine")
+            out = exchange.combine(0, recv)
+        return bool(step.complete) and bool((out == x).all())
+
+    def both_step(self) -> None:
+        assert on_all([self.mine, self.peer], self.step) == [True, True]
+
+
+@pytest.fixture(scope="module", params=[Launch.SERVICE, Launch.INLINE])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    opened = Pair(request.param)
+    yield opened
+    opened.close()
+
+
+class Stop(Exception):
+    """What a handler raises."""
+
+
+@contextmanager
+def handled(handler: Callable[[], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def stop() -> None:
+    raise Stop
+
+
+@contextmanager
+def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
+    """`work` in a thread; what it raises is raised after the block."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    thread.join(60.0)
+    assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+def interrupt_at(pair: Pair, phase: int) -> None:
+    """Send rank 0's process a signal while rank 0 waits for its peer."""
+    until(lambda: pair.group.status(0).wait_phase == phase, "rank 0 waits")
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def ran(seen: list[int], count: int) -> None:
+    until(lambda: len(seen) >= count, "the handler ran")
+
+
+def test_a_handler_that_raises_ends_the_wait_at_a_barrier(pair: Pair) -> None:
+    """As if the barrier had timed out: the next step goes on waiting at it."""
+    began = time.monotonic()
+    with handled(stop), meanwhile(lambda: interrupt_at(pair, AT_BARRIER)):  # noqa: SIM117
+        with pytest.raises(Stop) as caught, pair.mine.step():
+            raise AssertionError("the barrier was passed alone")
+    assert time.monotonic() - began < SOON_S
+    assert not hasattr(caught.value, "__notes__")
+    until(lambda: pair.group.status(0).wait_phase == 0, "nobody waits")
+    pair.both_step()
+
+
+def test_a_handler_that_returns_leaves_the_barrier_as_it_was(pair: Pair) -> None:
+    """It has run before the peer comes, many times."""
+    seen: list[int] = []
+    torn = pair.mine.status().torn_steps
+
+    def signals_then_step() -> None:
+        for count in range(1, 6):
+            interrupt_at(pair, AT_BARRIER)
+            ran(seen, count)
+        assert pair.step(pair.peer)
+
+    with handled(lambda: seen.append(1)), meanwhile(signals_then_step):
+        assert pair.step(pair.mine)
+    assert len(seen) == 5
+    assert pair.mine.status().torn_steps == torn
+
+
+def test_signals_do_not_put_a_deadline_off(pair: Pair) -> None:
+    """One every 10 ms, while a barrier has 500."""
+    seen: list[int] = []
+    began = time.monotonic()
+    with handled(lambda: seen.append(1)):
+        before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        try:
+            with pytest.raises(StepTimeout), pair.mine.step(timeout=0.5):
+                raise AssertionError("the barrier was passed alone")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert 0.4 < time.monotonic() - began < SOON_S
+    assert len(seen) > 3
+    pair.both_step()
+
+
+@pytest.mark.parametrize(("half", "phase"), [("dispatch", IN_DISPATCH), ("combine", IN_COMBINE)])
+def test_a_handler_that_raises_in_an_exchange_tears_the_step_for_all(
+    pair: Pair, half: str, phase: int
+) -> None:
+    """The peer hears of it at once, and both repeat the step."""
+    left = threading.Event()
+    results: list[bool] = []
+
+    def hold(now: str) -> None:
+        if now == half:
+            interrupt_at(pair, phase)
+            assert left.wait(60.0)
+
+    began = time.monotonic()
+    with handled(stop), meanwhile(lambda: results.append(pair.step(pair.peer, hold))):
+        with pytest.raises(Stop) as caught:
+            pair.step(pair.mine)
+        left.set()
+    assert time.monotonic() - began < SOON_S
+    assert results == [False]
+    assert not hasattr(caught.value, "__notes__")
+    assert pair.group.status(0).wait_phase == 0
+    pair.both_step()
+
+
+@pytest.mark.parametrize(("half", "phase"), [("dispatch", IN_DISPATCH), ("combine", IN_COMBINE)])
+def test_a_handler_that_returns_leaves_the_exchange_as_it_was(
+    pair: Pair, half: str, phase: int
+) -> None:
+    """The same exchange goes on and gives what it must."""
+    seen: list[int] = []
+    results: list[bool] = []
+    torn = [session.status().torn_steps for session in (pair.mine, pair.peer)]
+
+    def hold(now: str) -> None:
+        for count in range(1, 4 if now == half else 1):
+            interrupt_at(pair, phase)
+            ran(seen, count)
+
+    with (
+        handled(lambda: seen.append(1)),
+        meanwhile(lambda: results.append(pair.step(pair.peer, hold))),
+    ):
+        results.append(pair.step(pair.mine))
+    assert results == [True, True]
+    assert len(seen) == 3
+    assert [session.status().torn_steps for session in (pair.mine, pair.peer)] == torn
+
+
+def test_a_step_does_not_count_whose_combine_was_given_up(pair: Pair) -> None:
+    """The engine swallows what its handler raised, and never saw the result."""
+    results: list[bool] = []
+
+    def hold(now: str) -> None:
+        if now == "combine":
+            interrupt_at(pair, IN_COMBINE)
+
+    exchange = pair.mine.exchange("decode")
+    x = torch.ones((TOKENS, HIDDEN))
+    with handled(stop), meanwhile(lambda: results.append(pair.step(pair.peer, hold))):
+        with pair.mine.step(TOKENS) as step:
+            ids = torch.tensor([[0, 3]] * TOKENS)
+            recv = exchange.dispatch(0, x, ids, torch.full((TOKENS, TOPK), 0.5))
+            recv.out[:] = recv.rows
+            with pytest.raises(Stop):
+                exchange.combine(0, recv)
+            until(lambda: bool(results), "the peer has all it waits for")
+        assert not step.complete
+    pair.both_step()
