@@ -9,6 +9,7 @@ from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState
 from elasticep.control.views import describe_ranks
 from elasticep.errors import UnknownRank, UsageError
+from elasticep.policies import flat
 
 
 def loads(state: GroupState, event: ev.Loads, now_ms: int, out: Outcome) -> None:
@@ -76,10 +77,13 @@ def undrain(state: GroupState, event: ev.Undrain, now_ms: int, out: Outcome) -> 
 def set_policies(state: GroupState, event: ev.SetPolicies, now_ms: int, out: Outcome) -> None:
     """Other policies hold from now on. Raises `ConfigError` when they do not fit the group."""
     config = event.policies.apply(state.created)
+    before, after = flat(state.policies.to_dict()), flat(event.policies.to_dict())
     state.policies, state.config = event.policies, config
     out.writes.append(ev.SavePolicies(event.policies))
     out.after.extend(ev.Tell(node, event.policies) for node in sorted(state.connected))
-    out.note("policies.changed", **event.policies.to_dict())
+    changed = {name: value for name, value in after.items() if before[name] != value}
+    if changed:
+        out.note("policies.changed", changed=changed)
 
 
 def _named(state: GroupState, ranks: tuple[int, ...]) -> list[Seat]:

@@ -96,6 +96,8 @@ def test_every_node_is_told_at_its_hello_and_after_each_change() -> None:
     assert world.told == dict.fromkeys("ab", Policies.of(world.config))
     policies = change(world, lost_experts="serve", renormalise="true")
     assert world.told == dict.fromkeys("ab", policies)
+    (notice,) = [n for n in world.notices if n.event == "policies.changed"]
+    assert notice.fields == {"changed": {"lost_experts": "serve", "renormalise": True}}
     world.told.clear()
     world.restart_controller()
     world.run()
