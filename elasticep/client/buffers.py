@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elasticep.client.received import WIRE
-from elasticep.errors import CapExceeded, TensorError, UsageError
+from elasticep.errors import TensorError, UsageError
 from elasticep.native import abi
 
 if TYPE_CHECKING:
@@ -70,12 +70,7 @@ class Buffers:
                 f"exchange {exchange.name!r} has no channel {channel}; it has "
                 f"{exchange.spec.channels}"
             )
-        if tokens > exchange.spec.max_tokens:
-            raise CapExceeded(
-                f"{tokens} tokens for exchange {exchange.name!r}, whose cap is "
-                f"{exchange.spec.max_tokens} per rank; split the batch, or create the group with "
-                "a larger max_tokens"
-            )
+        exchange._inputs.check_cap(tokens)  # one below 0 would count from the end
         whole = self._whole.get((which, channel, dtype))
         if whole is None:
             shape = (exchange.spec.max_tokens, width)

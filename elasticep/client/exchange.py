@@ -270,6 +270,11 @@ class Exchange:
         return flight
 
     def _combinable(self, layer: int, recv: Received) -> Flight:
+        if not isinstance(recv, Received):
+            raise UsageError(
+                f"combine on exchange {self.name!r} with {type(recv).__name__}; pass what its last "
+                "dispatch returned"
+            )
         flight = self._flight(recv.channel, "received", "combine", "dispatch")
         if flight.received is not recv or flight.layer != layer:
             raise UsageError(

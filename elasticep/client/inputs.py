@@ -62,23 +62,34 @@ class Inputs:
         """The addresses of a dispatch's tensors.
 
         Raises:
-            TensorError: wrong dtype, shape, device or memory layout.
+            TensorError: no tensor, or wrong dtype, shape, device or memory layout.
             CapExceeded: more tokens than the exchange's cap.
         """
+        try:
+            return self._checked(rows, ids, weights)
+        except AttributeError:
+            x, scales, _ = rows
+            given = {"x": x, "x_scales": scales, "topk_ids": ids, "topk_weights": weights}
+            for name, tensor in given.items():
+                if tensor is not None or name != "x_scales":
+                    self._check_is_tensor(name, tensor)
+            raise
+
+    def _checked(self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor) -> DispatchInput:
         x, scales, global_scale = rows
         codes, width = self._full, self._hidden
         if scales is not None:
             codes, width = self._packed, self._packed_width
         code = codes.get(x.dtype)
         if code is None:
-            self._wrong("x", f"dtype {x.dtype}", " or ".join(map(str, codes)))
+            self._wrong_dtype("x", x, " or ".join(map(str, codes)))
         if scales is not None:
-            self._check_scales(len(x), scales)
+            self._check_scales(x.shape[:1], scales)
         id_bytes = _ID_BYTES.get(ids.dtype)
         if id_bytes is None:
-            self._wrong("topk_ids", f"dtype {ids.dtype}", "torch.int64 or torch.int32")
+            self._wrong_dtype("topk_ids", ids, "torch.int64 or torch.int32")
         if weights.dtype != torch.float32:
-            self._wrong("topk_weights", f"dtype {weights.dtype}", "torch.float32")
+            self._wrong_dtype("topk_weights", weights, "torch.float32")
         shape = x.shape
         if len(shape) != 2 or shape[1] != width:
             self._wrong("x", f"shape {list(shape)}", f"[tokens, {width}]")
@@ -107,7 +118,7 @@ class Inputs:
 
     def check_cap(self, tokens: int) -> None:
         """Raise `CapExceeded` where a rank brings more tokens than the exchange takes."""
-        if tokens > self._cap:
+        if not 0 <= tokens <= self._cap:
             raise CapExceeded(
                 f"{tokens} tokens for exchange {self._name!r}, whose cap is {self._cap} per rank; "
                 "split the batch, or create the group with a larger max_tokens"
@@ -122,19 +133,19 @@ class Inputs:
         shape = (tokens, self._hidden)
         if out is None:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        if out.dtype not in CODES:
-            self._wrong("out", f"dtype {out.dtype}", " or ".join(map(str, CODES)))
+        if getattr(out, "dtype", None) not in CODES:
+            self._wrong_dtype("out", out, " or ".join(map(str, CODES)))
         if out.shape != shape:
             self._wrong("out", f"shape {list(out.shape)}", str(list(shape)))
         self._check_memory("out", out)
         return out
 
-    def _check_scales(self, tokens: int, scales: torch.Tensor) -> None:
+    def _check_scales(self, tokens: tuple[int, ...], scales: torch.Tensor) -> None:
         if not self._wire.quantised:
             self._wrong("x_scales", "scales", f"none: rows are {self._wire.value}")
         if scales.dtype != self._scale_dtype:
-            self._wrong("x_scales", f"dtype {scales.dtype}", str(self._scale_dtype))
-        shape = [tokens, self._scales]
+            self._wrong_dtype("x_scales", scales, str(self._scale_dtype))
+        shape = [*tokens, self._scales]
         if list(scales.shape) != shape:
             self._wrong("x_scales", f"shape {list(scales.shape)}", str(shape))
 
@@ -145,6 +156,14 @@ class Inputs:
             )
         if not tensor.is_contiguous():
             self._wrong(name, "gaps in memory", "a contiguous tensor; call .contiguous()")
+
+    def _check_is_tensor(self, name: str, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            self._wrong(name, f"type {type(tensor).__name__}", "a torch.Tensor")
+
+    def _wrong_dtype(self, name: str, tensor: torch.Tensor, needs: str) -> NoReturn:
+        self._check_is_tensor(name, tensor)  # NumPy's arrays have dtypes, too
+        self._wrong(name, f"dtype {tensor.dtype}", needs)
 
     def _wrong(self, name: str, has: str, needs: str) -> NoReturn:
         raise TensorError(f"{name} of exchange {self._name!r} has {has}; it needs {needs}")

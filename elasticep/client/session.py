@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticep.client.arguments import whole
 from elasticep.client.handle import SessionHandle
 from elasticep.client.step import LONGEST_S, Passed, Step
 from elasticep.client.view import View, read_view
-from elasticep.client.weights import EngineWeights, LoadWeights
+from elasticep.client.weights import LoadWeights, SlotWeights
+from elasticep.client.works import settled_works
 from elasticep.errors import (
     CapExceeded,
     ElasticEPError,
@@ -33,7 +35,7 @@ from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
-    from elasticep.client.arena import ArenaWeights, OpenArena
+    from elasticep.client.arena import OpenArena
     from elasticep.client.auto import AnyExchange
     from elasticep.client.exchange import Exchange
 
@@ -71,9 +73,7 @@ class Session:
         self._closed = False
         self._step: Step | None = None
         self._view: View | None = None
-        self._weights = EngineWeights()
-        self._open_arena = open_arena
-        self._arena: ArenaWeights | None = None
+        self._weights = SlotWeights(config, open_arena)
         self._exchanges: dict[str, AnyExchange] = {}
         self._kinds: list[Exchange] = []  # the same, and an AutoExchange's two
 
@@ -95,9 +95,13 @@ class Session:
             StepTimeout: the barrier did not end in time. Enter a new step to go on waiting at it.
             Fenced: this rank was expelled.
             UsageError: a step is open already, or the session is detached or another process's.
+
+        Raises:
+            CapExceeded: more tokens than the group's largest exchange takes.
+            UsageError: `tokens` is no whole number, or `timeout` not positive.
         """
         cap = max(part.max_tokens for _, spec in self.config.exchanges for part in spec.parts())
-        if not 0 <= tokens <= cap:
+        if not 0 <= whole("tokens", tokens) <= cap:
             raise CapExceeded(
                 f"a step with {tokens} tokens: the largest exchange of group {self.config.name!r} "
                 f"takes 0 to {cap} per rank; split the batch, or create the group with a larger cap"
@@ -187,32 +191,7 @@ class Session:
                 f"group {self.config.name!r} has completion = 'local'; use run, or create the "
                 "group with completion = 'agreed'"
             )
-        pending: tuple[int, _Result] | None = None
-        expected = 1
-        while True:
-            ahead = {expected, pending[0] if pending else expected}
-            step = self.step(max(map(tokens, ahead)), prompt=any(map(prompt, ahead)))
-            result: list[_Result] = []
-            settled: tuple[int, _Result] | None = None
-            batch: _Batch | None = None
-            with step:
-                if pending is not None:
-                    if pending[0] <= step.settled:
-                        settled = pending
-                    else:
-                        undo(pending[0])
-                    pending = None
-                expected = step.work
-                batch = batch_of(expected)
-                if batch is not None:
-                    result.append(forward(step, batch))
-            expected += step.complete
-            if step.complete and result:
-                pending = (step.work, result[0])
-            if settled is not None:
-                yield settled
-            if batch is None and pending is None and step.complete:
-                return
+        return settled_works(self, forward, batch_of, tokens, prompt, undo)
 
     def _begin(self, step: Step) -> None:
         self._check_usable()
@@ -320,11 +299,6 @@ class Session:
         Raises:
             UsageError: the group's daemons keep the weights.
         """
-        if self.config.weights is not None:
-            raise UsageError(
-                f"the daemons of group {self.config.name!r} keep its expert weights; take them "
-                "from session.weights(layer), or create the group without [weights]"
-            )
         self._weights.register(load)
 
     def weights(self, layer: int) -> Any:
@@ -341,21 +315,8 @@ class Session:
             SlotInvalid: a slot does not hold what the view says. Nothing is handed out.
             Unavailable: the daemon did not hand the arena over.
         """
-        slots = self.slots(layer)
-        if self.config.weights is None:
-            return self._weights.get(layer, slots)
         self._check_usable()
-        return self._arena_weights().get(layer, slots)
-
-    def _arena_weights(self) -> "ArenaWeights":
-        if self._arena is None:
-            from elasticep.client.arena import ArenaWeights
-
-            layout = self.config.arena_layout()
-            if self._open_arena is None or layout is None:
-                raise UsageError("this session has no way to its arena; take one by attach")
-            self._arena = ArenaWeights(layout, self._open_arena)
-        return self._arena
+        return self._weights.get(layer, self.slots(layer))
 
     def load(self) -> NDArray[np.uint64]:
         """Tokens that this rank sent to each expert in complete steps, uint64 [layers, experts]."""
@@ -410,8 +371,7 @@ class Session:
             exchange._operators.close()
         self._kinds.clear()
         self._exchanges.clear()
-        if self._arena is not None:
-            self._arena.close()
+        self._weights.close()
         try:
             self._release()
         finally:
@@ -438,7 +398,7 @@ class Session:
             raise UsageError("this session is detached; call elasticep.attach again")
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.config.geometry.layers:
+        if not 0 <= whole("layer", layer) < self.config.geometry.layers:
             raise UsageError(
                 f"layer {layer} is outside 0..{self.config.geometry.layers - 1} of group "
                 f"{self.config.name!r}"

@@ -1,9 +1,13 @@
-"""Expert weights that the engine keeps itself, in step with the slots of the view."""
+"""Expert weights in step with the slots of the view: the daemon's, or the engine's own."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticep.errors import UsageError
+from elasticep.group import GroupConfig
+
+if TYPE_CHECKING:
+    from elasticep.client.arena import ArenaWeights, OpenArena
 
 LoadWeights = Callable[[int, tuple[int, ...]], Any]
 """`load(layer, slots)` gives the weights of one layer in whatever form the engine's kernel takes.
@@ -39,3 +43,49 @@ class EngineWeights:
         weights = self._load(layer, slots)
         self._held[layer] = (slots, weights)
         return weights
+
+
+class SlotWeights:
+    """What `Session.weights` gives: tensors over the rank's arena in a group with `weights`, else
+    what the engine's callback gave.
+
+    Args:
+        config: of the group.
+        open_arena: gives a descriptor of the arena; called once, when weights are first asked for.
+    """
+
+    def __init__(self, config: GroupConfig, open_arena: "OpenArena | None") -> None:
+        self._config = config
+        self._open_arena = open_arena
+        self._arena: ArenaWeights | None = None
+        self._own = EngineWeights()
+
+    def register(self, load: LoadWeights) -> None:
+        """See `Session.register_weights`."""
+        if self._config.weights is not None:
+            raise UsageError(
+                f"the daemons of group {self._config.name!r} keep its expert weights; take them "
+                "from session.weights(layer), or create the group without [weights]"
+            )
+        self._own.register(load)
+
+    def get(self, layer: int, slots: tuple[int, ...]) -> Any:
+        """See `Session.weights`; `slots` is the expert in each slot of the view, -1 = empty."""
+        if self._config.weights is None:
+            return self._own.get(layer, slots)
+        if self._arena is None:
+            self._arena = self._mapped()
+        return self._arena.get(layer, slots)
+
+    def close(self) -> None:
+        """Forget the arena."""
+        if self._arena is not None:
+            self._arena.close()
+
+    def _mapped(self) -> "ArenaWeights":
+        from elasticep.client.arena import ArenaWeights
+
+        layout = self._config.arena_layout()
+        if self._open_arena is None or layout is None:
+            raise UsageError("this session has no way to its arena; take one by attach")
+        return ArenaWeights(layout, self._open_arena)

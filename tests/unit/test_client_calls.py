@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elasticep.client.session import Session
@@ -95,6 +96,29 @@ def test_calls_out_of_order_name_the_remedy(session: Session) -> None:
         exchange.combine(0, recv)
     with session.step(), pytest.raises(UsageError, match=r"layer 2 is outside 0\.\.1"):
         exchange.dispatch(2, *batch())
+    with session.step(), pytest.raises(UsageError, match="combine on exchange 'decode' with None"):
+        exchange.combine(0, None)
+
+
+@pytest.mark.parametrize("layer", [1.0, "1", None])
+def test_a_layer_that_is_no_number_leaves_the_channel_free(session: Session, layer: Any) -> None:
+    exchange = session.exchange("decode")
+    with session.step() as step:
+        with pytest.raises(UsageError, match=r"layer is .*; it must be a whole number"):
+            exchange.dispatch(layer, *batch())
+        exchange.combine(1, exchange.dispatch(np.int64(1), *batch()))
+    assert step.complete
+
+
+def test_tokens_that_are_no_number_below_the_cap_are_refused(session: Session) -> None:
+    exchange = session.exchange("decode")
+    for tokens in ("2", 2.0):
+        with pytest.raises(UsageError, match=r"tokens is .*; it must be a whole number"):
+            session.step(tokens)
+    for buffer in (exchange.input, exchange.output):
+        for tokens in (-1, CAP + 1):
+            with pytest.raises(CapExceeded, match=f"{tokens} tokens for exchange 'decode'"):
+                buffer(tokens)
 
 
 X, IDS, WEIGHTS = batch()
@@ -114,6 +138,11 @@ X, IDS, WEIGHTS = batch()
         ((X.to("meta"), IDS, WEIGHTS), r"x .*device meta; it needs the CPU"),
         ((X.T.contiguous().T, IDS, WEIGHTS), r"x .*gaps in memory.*\.contiguous\(\)"),
         ((X, IDS.T.contiguous().T, WEIGHTS), r"topk_ids .*gaps in memory"),
+        (([1.0], IDS, WEIGHTS), r"x .*type list; it needs a torch\.Tensor"),
+        ((X.numpy(), IDS, WEIGHTS), r"x .*type ndarray; it needs a torch\.Tensor"),
+        ((X, IDS.tolist(), WEIGHTS), r"topk_ids .*type list; it needs a torch\.Tensor"),
+        ((X, IDS, WEIGHTS.numpy()), r"topk_weights .*type ndarray; it needs a torch\.Tensor"),
+        ((X, IDS, None), r"topk_weights .*type NoneType; it needs a torch\.Tensor"),
     ],
 )
 def test_wrong_tensors_are_refused_before_anything_is_written(
@@ -146,6 +175,8 @@ def test_wrong_output_tensors_are_refused(session: Session) -> None:
             exchange.combine(0, recv, out=torch.empty(1, HIDDEN))
         with pytest.raises(TensorError, match=r"out .*int64"):
             exchange.combine(0, recv, out=torch.empty((2, HIDDEN), dtype=torch.int64))
+        with pytest.raises(TensorError, match=r"out .*type list; it needs a torch\.Tensor"):
+            exchange.combine(0, recv, out=[])
         exchange.combine(0, recv)
 
 
