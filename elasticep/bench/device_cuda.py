@@ -1,10 +1,12 @@
 """Torch tensors over the CUDA data plane, for tests and benchmarks."""
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from elasticep.bench.device_streams import EMULATED, device_of
 from elasticep.native import abi
 from elasticep.native import cuda as native
 
@@ -34,8 +36,11 @@ def over(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) 
     for n in shape:
         count *= n
     if count == 0:
-        return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
-    flat = torch.as_tensor(_Array(address, count), device=f"cuda:{device}")
+        return torch.empty(shape, dtype=dtype, device=device_of(device))
+    if EMULATED:
+        flat = torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
+    else:
+        flat = torch.as_tensor(_Array(address, count), device=device_of(device))
     return flat.view(dtype).view(shape)
 
 

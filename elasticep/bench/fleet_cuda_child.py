@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from elasticep.bench.fleet_cuda import FleetSpec
 from elasticep.native import cuda as native
+from elasticep.testing import emulated_cuda
 
 
 class Context(Protocol):
@@ -94,13 +95,15 @@ class CudaSeats:
         """`Seats.close`; the tensors of functions are gone by now."""
         for context in contexts.values():
             context.close()
-        if "torch" in sys.modules:
+        if "torch" in sys.modules and not emulated_cuda.active():
             import torch
 
             torch.cuda.empty_cache()
 
     def device_bytes(self) -> int:
-        """`Seats.device_bytes`."""
+        """`Seats.device_bytes`; unknown of an emulated GPU."""
+        if emulated_cuda.active():
+            return 0
         import torch
 
         free, total = torch.cuda.mem_get_info(self._device)

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self
@@ -46,12 +47,12 @@ class Child:
     baseline: dict[str, int] | None = None
 
     @classmethod
-    def spawn(cls, device: int) -> Self:
-        """A new process that waits for its first fleet."""
+    def spawn(cls, device: int, variables: Mapping[str, str]) -> Self:
+        """A new process that waits for its first fleet, with these environment variables, too."""
         mine, theirs = socket.socketpair()
         fds, their_fds = socket.socketpair()
         environment = dict(
-            os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER"
+            os.environ, CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER", **variables
         )
         command = [sys.executable, "-m", "elasticep.bench.fleet_cuda_child"]
         command += [str(theirs.fileno()), str(their_fds.fileno())]
@@ -101,11 +102,15 @@ class FleetPool:
 
     A child stays on one GPU. One that died, failed or left something behind is not used again.
 
+    Args:
+        variables: of the children's environment, besides this process's.
+
     Attributes:
         started: processes started so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = dict(variables or {})
         self._idle: dict[int, list[Child]] = {}
         self.started = 0
 
@@ -118,7 +123,7 @@ class FleetPool:
                 return child
             child.end()
         self.started += 1
-        return Child.spawn(device)
+        return Child.spawn(device, self._variables)
 
     def give(self, child: Child) -> None:
         """Take back a child whose contexts are closed."""

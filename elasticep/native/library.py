@@ -1,8 +1,9 @@
 """Finds and loads the native libraries.
 
 They lie in `elasticep/_lib`, put there by `make build` or by the wheel. `ELASTICEP_LIBRARY_DIR`
-names another folder (a debug or sanitizer build). Every library is loaded with RTLD_LOCAL, so that
-nothing in an engine's process can be bound to our symbols, or we to its.
+names another folder (a debug or sanitizer build). `ELASTICEP_CUDA_LIBRARY` names another file for
+the CUDA library: so tests load the one that emulates a GPU (docs/cuda.md). Every library is loaded
+with RTLD_LOCAL, so that nothing in an engine's process can be bound to our symbols, or we to its.
 """
 
 import ctypes
@@ -45,7 +46,10 @@ def load_library(name: str) -> ctypes.CDLL:
     Raises:
         NativeError: it is missing or the dynamic linker refuses it.
     """
-    path = library_path(name)
+    return _load(library_path(name))
+
+
+def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
@@ -81,7 +85,8 @@ def cuda() -> ctypes.CDLL:
     Raises:
         NativeError: this build has none, or it is broken.
     """
-    return load_library(CUDA_NAME)
+    other = os.environ.get("ELASTICEP_CUDA_LIBRARY")
+    return _load(Path(other)) if other else load_library(CUDA_NAME)
 
 
 def cuda_available() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from elasticep.bench.device_cuda import TORCH_DTYPES, Arrived, arrived, dispatch_args
+from elasticep.bench.device_streams import new_stream, synchronize, use
 from elasticep.bench.fleet_cuda import uniform_placement
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.errors import CapExceeded
@@ -22,7 +23,7 @@ class Seat:
 
     rank: int
     context: native.CudaContext
-    stream: torch.cuda.Stream
+    stream: Any
     generator: torch.Generator
     slot_expert: torch.Tensor  # [layers, slots] of this rank
     factors: torch.Tensor  # [experts, hidden]: expert e multiplies a row by factors[e]
@@ -49,29 +50,28 @@ def seats_of(member: Member, *, weighted: bool = False) -> list[Seat]:
     """Made once per process; stages the first view."""
     if "seats" in member.notes:
         return member.notes["seats"]
-    torch.cuda.set_device(member.device)
+    device = use(member.device)
     g = member.spec.shape()
     ranks = member.spec.ranks()
     place = weighted_placement if weighted else uniform_placement
     experts, weights = place(g, ranks)
     seats = []
     for rank, context in member.contexts.items():
-        device = f"cuda:{member.device}"
         generator = torch.Generator(device).manual_seed(7)
         factors = torch.rand(g.experts, g.hidden, device=device, generator=generator) + 0.5
         generator.manual_seed(1000 + rank)
         context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
         seats.append(
-            Seat(rank, context, torch.cuda.Stream(), generator, table(g, rank, experts), factors)
+            Seat(rank, context, new_stream(), generator, table(g, rank, experts, device), factors)
         )
-    torch.cuda.synchronize()
+    synchronize()
     member.notes["seats"] = seats
     return seats
 
 
-def table(g: abi.Geometry, rank: int, slot_expert: list[int]) -> torch.Tensor:
-    """[layers, slots] of a rank, on the current device."""
-    whole = torch.tensor(slot_expert, dtype=torch.long, device="cuda")
+def table(g: abi.Geometry, rank: int, slot_expert: list[int], device: torch.device) -> torch.Tensor:
+    """[layers, slots] of a rank."""
+    whole = torch.tensor(slot_expert, dtype=torch.long, device=device)
     return whole.view(g.layers, g.max_ranks, g.slots)[:, rank].contiguous()
 
 
@@ -266,7 +266,7 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0)
     for sequence, (exchange, tokens) in enumerate(plan):
         layer = sequence % g.layers
         batches = [new_batch(s, exchange, tokens[s.rank]) for s in seats]
-        torch.cuda.synchronize()
+        synchronize()
         dtype = x_dtype_of(g.exchange[exchange])
         for seat, b in zip(seats, batches, strict=True):
             args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
@@ -275,11 +275,11 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0)
             for seat, b in zip(seats, batches, strict=True):
                 args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
                 receive(seat, args, halves)
-        torch.cuda.synchronize()
+        synchronize()
         for seat in seats:
             check_count(seat, exchange)
             run_experts(seat, exchange, layer)
-        torch.cuda.synchronize()
+        synchronize()
         back = abi.Dtype(g.exchange[exchange].combine_dtype)
         out_dtype = back if back in FLOATS else abi.Dtype.BF16
         for seat, b in zip(seats, batches, strict=True):
@@ -291,13 +291,13 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0)
             else:
                 half = "both"
             seat.context.combine(exchange, 0, b.x.shape[0], out, out_dtype, stream, half=half)
-        torch.cuda.synchronize()
+        synchronize()
         for seat, b in zip(seats, batches, strict=True):
             e = error_of(seat, b)
             errors[exchange] = max(errors.get(exchange, 0.0), e) if e == e else float("nan")
     for seat in seats:
         seat.context.step_end(seat.stream.cuda_stream)
-    torch.cuda.synchronize()
+    synchronize()
     results = [s.context.result() for s in seats]
     return {
         "errors": errors,

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from elasticep.bench.device_cuda import arrived, dispatch_args
+from elasticep.bench.device_streams import (
+    Graph,
+    copy,
+    current_stream,
+    pause,
+    synchronize,
+    use,
+)
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.native import abi
 from elasticep.native import cuda as native
@@ -41,21 +49,21 @@ class Layers:
     """
 
     def __init__(self, member: Member, layers: int = 2) -> None:
-        torch.cuda.set_device(member.device)
+        device = use(member.device)
         ((self.rank, self.context),) = member.contexts.items()
         g = member.spec.shape()
-        self.generator = torch.Generator("cuda").manual_seed(self.rank + 1)
-        self.x = torch.empty(TOKENS, g.hidden, dtype=torch.bfloat16, device="cuda")
-        self.ids = torch.zeros(TOKENS, g.topk, dtype=torch.int64, device="cuda")
-        self.weights = torch.ones(TOKENS, g.topk, device="cuda")
+        self.generator = torch.Generator(device).manual_seed(self.rank + 1)
+        self.x = torch.empty(TOKENS, g.hidden, dtype=torch.bfloat16, device=device)
+        self.ids = torch.zeros(TOKENS, g.topk, dtype=torch.int64, device=device)
+        self.weights = torch.ones(TOKENS, g.topk, device=device)
         self.out = torch.empty_like(self.x)
         self.a = arrived(self.context, 0)
         self.layers = layers
         self.fresh()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.enqueue(torch.cuda.current_stream().cuda_stream)
+        synchronize()
+        self.graph = Graph()
+        with self.graph.capture() as stream:
+            self.enqueue(stream)
 
     def fresh(self) -> None:
         """New inputs, poisoned output."""
@@ -70,7 +78,7 @@ class Layers:
         for layer in range(self.layers):
             args = dispatch_args(0, layer, self.x, abi.Dtype.BF16, self.ids, self.weights)
             self.context.dispatch(args, stream)
-            self.a.out.copy_(self.a.rows)
+            copy(self.a.out, self.a.rows, stream)
             self.context.combine(0, 0, TOKENS, self.out.data_ptr(), abi.Dtype.BF16, stream)
         self.context.step_end(stream)
 
@@ -78,7 +86,7 @@ class Layers:
         """Replays the graph and waits; outputs of a complete step are checked."""
         self.fresh()
         self.graph.replay()
-        torch.cuda.synchronize()
+        synchronize()
         result = self.context.result()
         if result.complete:
             assert torch.equal(self.out, self.x), "a complete step has a wrong row"
@@ -136,7 +144,7 @@ def victim(member: Member) -> None:
     run.graph.replay()
     member.report(("joined", run.rank))
     while True:
-        torch.cuda.synchronize()
+        synchronize()
         run.graph.replay()
 
 
@@ -169,17 +177,17 @@ def stopped(member: Member) -> dict[str, Any]:
         later = [run.step().complete for _ in range(20)]
         return {"why": int(result.fault.why), "complete": complete, "later": all(later)}
     run.fresh()
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = current_stream().cuda_stream
     run.context.step_begin(TOKENS, stream)
     args = dispatch_args(0, 0, run.x, abi.Dtype.BF16, run.ids, run.weights)
     run.context.dispatch(args, stream)
-    torch.cuda.synchronize()
+    synchronize()
     member.report("stopping")
     os.kill(os.getpid(), signal.SIGSTOP)
-    run.a.out.copy_(run.a.rows)
+    copy(run.a.out, run.a.rows, stream)
     run.context.combine(0, 0, TOKENS, run.out.data_ptr(), abi.Dtype.BF16, stream)
     run.context.step_end(stream)
-    torch.cuda.synchronize()
+    synchronize()
     results = [run.context.result()]
     results += [run.step() for _ in range(5)]
     member.report("awake")
@@ -191,20 +199,20 @@ def stopped(member: Member) -> dict[str, Any]:
 
 def soak(member: Member, exchanges: int, per_step: int, seed: int) -> dict[str, Any]:
     """Exchanges with random delays inside every rank, checked on the device."""
-    torch.cuda.set_device(member.device)
+    device = use(member.device)
     ((rank, context),) = member.contexts.items()
     g = member.spec.shape()
     half = g.experts // 2
     context.stage(1, 0, {0: 1, 1: 1}, *_halves(g))
     delays = random.Random(seed * 1000 + rank)
-    generator = torch.Generator("cuda").manual_seed(seed * 1000 + rank)
+    generator = torch.Generator(device).manual_seed(seed * 1000 + rank)
     cap = g.exchange[0].max_tokens
     a = arrived(context, 0)
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    x_all = torch.randn(cap + 4096, g.hidden, device="cuda", generator=generator).bfloat16()
-    out = torch.empty(cap, g.hidden, dtype=torch.bfloat16, device="cuda")
-    weights = torch.ones(cap, g.topk, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+    x_all = torch.randn(cap + 4096, g.hidden, device=device, generator=generator).bfloat16()
+    out = torch.empty(cap, g.hidden, dtype=torch.bfloat16, device=device)
+    weights = torch.ones(cap, g.topk, device=device)
+    stream = current_stream().cuda_stream
     incomplete = 0
     for first in range(0, exchanges, per_step):
         context.step_begin(cap, stream)
@@ -212,20 +220,20 @@ def soak(member: Member, exchanges: int, per_step: int, seed: int) -> dict[str, 
             tokens = delays.choice((0, 1, 7, cap // 2, cap))
             start = delays.randrange(4096)
             x = x_all[start : start + tokens]
-            ids = torch.randint(g.experts, (tokens, g.topk), device="cuda", generator=generator)
+            ids = torch.randint(g.experts, (tokens, g.topk), device=device, generator=generator)
             out.fill_(float("nan"))
             if delays.random() < 0.3:
-                torch.cuda._sleep(delays.randrange(60_000))
+                pause(delays.randrange(60_000), current_stream())
             args = dispatch_args(0, i % g.layers, x, abi.Dtype.BF16, ids, weights)
             context.dispatch(args, stream)
             if delays.random() < 0.3:
-                torch.cuda._sleep(delays.randrange(60_000))
-            a.out.copy_(a.rows)
+                pause(delays.randrange(60_000), current_stream())
+            copy(a.out, a.rows, stream)
             context.combine(0, 0, tokens, out.data_ptr(), abi.Dtype.BF16, stream)
             copies = 1 + ((ids < half).any(1) & (ids >= half).any(1)).to(x.dtype)
             bad += (out[:tokens] != x * copies[:, None]).sum()
         context.step_end(stream)
-        torch.cuda.synchronize()
+        synchronize()
         incomplete += not context.result().complete
     return {"wrong": int(bad), "incomplete": incomplete, "exchanges": exchanges}
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from elasticep.bench.device_cuda import TORCH_DTYPES, arrived, dispatch_args
+from elasticep.bench.device_streams import device_of, new_stream, pause, synchronize
 from elasticep.bench.fleet_cuda import uniform_placement
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.native import abi
@@ -38,9 +39,9 @@ def quantised_bits(member: Member, dtype: int, packed: bool, global_scale: float
     stream = seat.stream.cuda_stream
     seat.context.step_begin(16, stream)
     args = dispatch_args(0, 0, x, abi.Dtype.FP32, ids, weights, global_scale=global_scale)
-    torch.cuda.synchronize()
+    synchronize()
     seat.context.dispatch(args, stream)
-    torch.cuda.synchronize()
+    synchronize()
     a = arrived(seat.context, 0)
     assert a.scales is not None
     rows = a.rows.view(torch.uint8)[:16].cpu()
@@ -93,9 +94,9 @@ def rows_quantised_before(member: Member, dtype: int, off: int, tokens: int) -> 
     args = dispatch_args(
         0, 0, x, abi.Dtype(dtype), ids, weights, x_scales=room[off:] if tokens else None
     )
-    torch.cuda.synchronize()
+    synchronize()
     seat.context.dispatch(args, stream)
-    torch.cuda.synchronize()
+    synchronize()
     a = arrived(seat.context, 0)
     assert a.scales is not None
     return {
@@ -116,14 +117,14 @@ def scales_brought(member: Member, scale: float) -> dict[str, Any]:
     weights = torch.ones(tokens, g.topk, device=device)
     out = torch.empty(tokens, g.hidden, dtype=torch.bfloat16, device=device)
     arrived(seat.context, 0).out.zero_()
-    torch.cuda.synchronize()
+    synchronize()
     stream = seat.stream.cuda_stream
     seat.context.step_begin(tokens, stream)
     args = dispatch_args(0, 0, x, abi.Dtype.FP8, ids, weights, x_scales=scales)
     seat.context.dispatch(args, stream)
     seat.context.combine(0, 0, tokens, out.data_ptr(), abi.Dtype.BF16, stream)
     seat.context.step_end(stream)
-    torch.cuda.synchronize()
+    synchronize()
     result = seat.context.result()
     return {"complete": result.complete, "why": int(result.fault.why)}
 
@@ -134,7 +135,7 @@ def many_exchanges(member: Member, count: int) -> dict[str, Any]:
     b = new_batch(seat, 0, 1)
     a = arrived(seat.context, 0)
     a.out.zero_()
-    torch.cuda.synchronize()
+    synchronize()
     stream = seat.stream.cuda_stream
     found = []
     for exchanges in (count, 1):
@@ -144,7 +145,7 @@ def many_exchanges(member: Member, count: int) -> dict[str, Any]:
             seat.context.dispatch(args, stream)
             seat.context.combine(0, 0, 1, b.out.data_ptr(), abi.Dtype.BF16, stream)
         seat.context.step_end(stream)
-        torch.cuda.synchronize()
+        synchronize()
         found.append(seat.context.result())
     return {"complete": [r.complete for r in found], "why": int(found[0].fault.why)}
 
@@ -166,7 +167,7 @@ def tear_with(member: Member, exchange: int, what: str, tokens: int = 8) -> list
         elif what == "lost":
             b.ids[2, 0] = g.experts - 1
         batches.append(b)
-    torch.cuda.synchronize()
+    synchronize()
     for seat, b in zip(seats, batches, strict=True):
         layer = seat.rank % g.layers if what == "layer" else 0
         args = dispatch_args(exchange, layer, b.x, x_dtype(g, exchange), b.ids, b.weights)
@@ -176,7 +177,7 @@ def tear_with(member: Member, exchange: int, what: str, tokens: int = 8) -> list
         out = b.out.data_ptr()
         seat.context.combine(exchange, 0, b.x.shape[0], out, x_dtype(g, exchange), stream)
         seat.context.step_end(stream)
-    torch.cuda.synchronize()
+    synchronize()
     faults = []
     for seat in seats:
         result = seat.context.result()
@@ -203,14 +204,15 @@ def without_last_expert(member: Member) -> None:
     experts = [-1 if e == g.experts - 1 else e for e in experts]
     for context in member.contexts.values():
         context.stage(1, 0, dict.fromkeys(ranks, 1), experts, weights)
+    device = device_of(member.device)
     member.notes["seats"] = [
         Seat(
             rank,
             context,
-            torch.cuda.Stream(),
-            torch.Generator(f"cuda:{member.device}").manual_seed(rank),
-            torch.tensor(experts, device="cuda").view(g.layers, g.max_ranks, g.slots)[:, rank],
-            torch.ones(g.experts, g.hidden, device="cuda"),
+            new_stream(),
+            torch.Generator(device).manual_seed(rank),
+            torch.tensor(experts, device=device).view(g.layers, g.max_ranks, g.slots)[:, rank],
+            torch.ones(g.experts, g.hidden, device=device),
         )
         for rank, context in member.contexts.items()
     ]
@@ -228,23 +230,23 @@ def agreed_works(member: Member) -> list[tuple[int, int, bool]]:
             seat.context.step_begin(8, seat.stream.cuda_stream)
         for _ in range(exchanges):
             batches = [new_batch(s, 0, 8) for s in seats]
-            torch.cuda.synchronize()
+            synchronize()
             for seat, b in zip(seats, batches, strict=True):
                 args = dispatch_args(0, 0, b.x, abi.Dtype.BF16, b.ids, b.weights)
                 seat.context.dispatch(args, seat.stream.cuda_stream)
-            torch.cuda.synchronize()
+            synchronize()
             for seat in seats:
                 run_experts(seat, 0, 0)
-            torch.cuda.synchronize()
+            synchronize()
             dtype = abi.Dtype(g.exchange[0].combine_dtype)
             for seat, b in zip(seats, batches, strict=True):
                 seat.context.combine(0, 0, 8, b.out.data_ptr(), dtype, seat.stream.cuda_stream)
-            torch.cuda.synchronize()
+            synchronize()
         for seat in seats:
             if number == 2 and seat.rank == 1:
                 seat.context.tear(seat.stream.cuda_stream)
             seat.context.step_end(seat.stream.cuda_stream)
-            torch.cuda.synchronize()
+            synchronize()
         for seat in seats:
             result = seat.context.result()
             lines.append((seat.rank, result.work, result.settled, result.complete))
@@ -258,12 +260,11 @@ def empty_steps(member: Member, count: int) -> list[list[int]]:
     delays = random.Random(5)
     for _ in range(count):
         for seat in seats:
-            with torch.cuda.stream(seat.stream):
-                if delays.random() < 0.5:
-                    torch.cuda._sleep(delays.randrange(2_000_000))
-                seat.context.step_begin(0, seat.stream.cuda_stream)
-                seat.context.step_end(seat.stream.cuda_stream)
-    torch.cuda.synchronize()
+            if delays.random() < 0.5:
+                pause(delays.randrange(2_000_000), seat.stream)
+            seat.context.step_begin(0, seat.stream.cuda_stream)
+            seat.context.step_end(seat.stream.cuda_stream)
+    synchronize()
     results = [seat.context.result() for seat in seats]
     return [[r.step, int(r.status)] for r in results]
 
@@ -273,7 +274,7 @@ def lone_barrier(member: Member) -> dict[str, int]:
     seat = seats_of(member)[0]
     began = time.monotonic_ns()
     seat.context.step_begin(0, seat.stream.cuda_stream)
-    torch.cuda.synchronize()
+    synchronize()
     return {"began": began, "status": int(seat.context.result().status)}
 
 
@@ -282,31 +283,31 @@ def two_channels(member: Member, rounds: int, tokens: int = 8) -> dict[str, Any]
     begin with the second channel."""
     seats = seats_of(member)
     g = member.spec.shape()
-    streams = [torch.cuda.Stream() for _ in seats]
+    streams = [new_stream() for _ in seats]
     wrong = 0
     for number in range(rounds):
         for seat in seats:
             seat.context.step_begin(tokens, seat.stream.cuda_stream)
-        torch.cuda.synchronize()
+        synchronize()
         batches = [[new_batch(s, 0, tokens + 3 * c) for c in (0, 1)] for s in seats]
-        torch.cuda.synchronize()
+        synchronize()
         for half in ("send", "receive") if number % 2 else ("both",):
             for seat, pair, other in zip(seats, batches, streams, strict=True):
                 for c in (0, 1) if seat.rank % 2 == 0 else (1, 0):
                     b, stream = pair[c], (seat.stream, other)[c]
                     args = dispatch_args(0, c, b.x, abi.Dtype.BF16, b.ids, b.weights, channel=c)
                     seat.context.dispatch(args, stream.cuda_stream, half=half)
-        torch.cuda.synchronize()
+        synchronize()
         for seat in seats:
             for c in (0, 1):
                 a = arrived(seat.context, 0, c)
                 a.out.copy_(a.rows)
-        torch.cuda.synchronize()
+        synchronize()
         for seat, pair, other in zip(seats, batches, streams, strict=True):
             for c, stream in enumerate((seat.stream, other)):
                 out, n = pair[c].out, pair[c].x.shape[0]
                 seat.context.combine(0, c, n, out.data_ptr(), abi.Dtype.BF16, stream.cuda_stream)
-        torch.cuda.synchronize()
+        synchronize()
         for seat, pair in zip(seats, batches, strict=True):
             seat.context.step_end(seat.stream.cuda_stream)
             for b in pair:
@@ -318,7 +319,7 @@ def two_channels(member: Member, rounds: int, tokens: int = 8) -> dict[str, Any]
                 # bf16 sums of up to four equal rows in fp32, rounded once
                 want = (b.x.float() * copies[:, None]).to(TORCH_DTYPES[abi.Dtype.BF16])
                 wrong += int((b.out != want).sum())
-        torch.cuda.synchronize()
+        synchronize()
         assert all(s.context.result().complete for s in seats)
     return {"wrong": wrong}
 
@@ -329,7 +330,7 @@ def captured_memory(member: Member) -> dict[str, Any]:
     g = seat.context.geometry
     batches = [new_batch(seat, i, 8) for i in range(g.exchanges)]
     outs = [arrived(seat.context, i).out for i in range(g.exchanges)]
-    torch.cuda.synchronize()
+    synchronize()
     free = torch.cuda.mem_get_info()[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -347,7 +348,7 @@ def captured_memory(member: Member) -> dict[str, Any]:
     complete = 0
     for _ in range(50):
         graph.replay()
-        torch.cuda.synchronize()
+        synchronize()
         complete += seat.context.result().complete
     lost = free - torch.cuda.mem_get_info()[0]
     return {"complete": complete, "torch": taken, "lost": lost}

@@ -1,0 +1,45 @@
+// What tests need of a GPU besides the data plane: streams, copies in their order, graphs. Plain C, for ctypes.
+#include <cstring>
+#include <thread>
+
+#include "../elasticep.h"
+#include "device.h"
+
+namespace {
+struct Graph {
+  std::shared_ptr<std::vector<epe::Operation>> operations;
+};
+}  // namespace
+
+extern "C" {
+
+EP_API int epe_set_device(int device) { return cudaSetDevice(device); }
+EP_API void* epe_stream_create() { return epe::new_stream(false); }
+EP_API int epe_stream_destroy(void* stream) { return epe::end_stream(static_cast<cudaStream_t>(stream)); }
+EP_API int epe_stream_synchronize(void* stream) { return cudaStreamSynchronize(static_cast<cudaStream_t>(stream)); }
+EP_API int epe_synchronize() { return cudaDeviceSynchronize(); }
+// In the order of the stream: a copy, a pause of some nanoseconds.
+EP_API int epe_copy(void* to, const void* from, uint64_t bytes, void* stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+}
+EP_API void epe_pause(uint64_t ns, void* stream) {
+  epe::stream_of(static_cast<cudaStream_t>(stream)).push([ns] { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); });
+}
+
+EP_API int epe_capture_begin(void* stream) { return epe::begin_capture(static_cast<cudaStream_t>(stream)); }
+EP_API int epe_capture_end(void* stream, void** graph) {
+  auto g = new Graph;
+  const cudaError_t bad = epe::end_capture(static_cast<cudaStream_t>(stream), &g->operations);
+  *graph = bad == cudaSuccess ? g : nullptr;
+  if (bad != cudaSuccess) delete g;
+  return bad;
+}
+EP_API void epe_graph_launch(void* graph, void* stream) {
+  auto operations = static_cast<Graph*>(graph)->operations;
+  epe::stream_of(static_cast<cudaStream_t>(stream)).push([operations] {
+    for (const auto& op : *operations) op();
+  });
+}
+EP_API void epe_graph_destroy(void* graph) { delete static_cast<Graph*>(graph); }
+
+}  // extern "C"

@@ -1,0 +1,93 @@
+#include "device.h"
+
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "fiber.h"
+
+namespace epe {
+
+namespace {
+
+uint64_t number_from(const char* name, uint64_t usual) {
+  const char* text = getenv(name);
+  return text && *text ? strtoull(text, nullptr, 0) : usual;
+}
+
+}  // namespace
+
+const Settings& settings() {
+  static const Settings read = [] {
+    Settings s{};
+    s.devices = uint32_t(number_from("ELASTICEP_EMULATED_DEVICES", 2));
+    s.sms = uint32_t(number_from("ELASTICEP_EMULATED_SMS", 4));
+    s.seed = number_from("ELASTICEP_EMULATED_SEED", 0);
+    return s;
+  }();
+  return read;
+}
+
+// Never destroyed: kernels may wait for others until the process ends.
+Device& Device::of(int index) {
+  static Device* all = new Device[settings().devices];
+  return all[index];
+}
+
+bool Device::room(const Kernel& k) const {
+  return threads_ + k.threads <= settings().sms * kThreadsPerSm && shared_ + k.shared_bytes <= size_t(settings().sms) * kSharedPerSm;
+}
+
+void Device::run(const Kernel& kernel) {
+  Grid grid{&kernel, 0};
+  std::unique_lock<std::mutex> lock(mutex_);
+  grid.number = ++grids_;
+  waiting_.push_back(&grid);
+  for (uint32_t i = idle_; i < kernel.grid && i < 2 * settings().sms; ++i) {
+    ++idle_;
+    std::thread([this] { work(); }).detach();
+  }
+  work_.notify_all();
+  done_.wait(lock, [&] { return grid.done == kernel.grid; });
+}
+
+void Device::work() {
+  prctl(PR_SET_TIMERSLACK, 1000);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return !waiting_.empty() && room(*waiting_.front()->kernel); });
+    Grid* grid = waiting_.front();
+    const Kernel& k = *grid->kernel;
+    const uint32_t index = grid->next++;
+    if (grid->next == k.grid) waiting_.pop_front();
+    threads_ += k.threads;
+    shared_ += k.shared_bytes;
+    --idle_;
+    lock.unlock();
+    run_block(k, index, grid->number);
+    lock.lock();
+    ++idle_;
+    threads_ -= k.threads;
+    shared_ -= k.shared_bytes;
+    if (++grid->done == k.grid) done_.notify_all();
+    if (!waiting_.empty()) work_.notify_all();
+  }
+}
+
+void Device::run_block(const Kernel& k, uint32_t index, uint64_t number) {
+  static thread_local Block block;
+  if (k.shared_bytes) memset(k.shared(), 0xa5, k.shared_bytes);  // nobody may count on what it holds
+  block.grid = dim3(k.grid);
+  block.dim = dim3(k.threads);
+  block.index = {index, 0, 0};
+  block.body = &k.body;
+  block.shuffled = settings().seed != 0;
+  block.dice = {settings().seed * 0x2545F4914F6CDD1Dull + uint64_t(getpid()) * 0x9E3779B97F4A7C15ull + number * 1000003 + index};
+  if (block.shuffled && block.dice.below(4) == 0) usleep(block.dice.below(300));
+  block.run();
+}
+
+}  // namespace epe

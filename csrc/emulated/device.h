@@ -1,0 +1,88 @@
+// An emulated GPU of this process: SMs that run thread blocks, each by a thread of the host, and streams that bring them.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace epe {
+
+constexpr uint32_t kThreadsPerSm = 2048, kSharedPerSm = 228 * 1024;
+
+// Set by environment variables, read once: ELASTICEP_EMULATED_DEVICES, _SMS, _SEED.
+struct Settings {
+  uint32_t devices, sms;
+  uint64_t seed;  // 0: threads and blocks in order; else in an order that follows from it
+};
+const Settings& settings();
+
+struct Kernel {
+  uint32_t grid, threads;
+  size_t shared_bytes;
+  void* (*shared)();            // dynamic shared memory of the calling host thread
+  std::function<void()> body;
+};
+
+class Device {
+ public:
+  // Runs a kernel to its end. Its blocks wait for room behind those of kernels that came before, as on a GPU.
+  void run(const Kernel& kernel);
+  static Device& of(int index);
+
+ private:
+  struct Grid {
+    const Kernel* kernel;
+    uint64_t number;
+    uint32_t next = 0, done = 0;
+  };
+  void work();
+  bool room(const Kernel& k) const;
+  void run_block(const Kernel& k, uint32_t index, uint64_t number);
+
+  std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::deque<Grid*> waiting_;    // grids of which blocks have not begun
+  uint64_t grids_ = 0;
+  uint32_t threads_ = 0, idle_ = 0;
+  size_t shared_ = 0;
+};
+
+using Operation = std::function<void()>;
+
+// Operations run one after another on a thread of the stream, or are noted while it is captured.
+struct Stream {
+  explicit Stream(int device, bool blocking);
+  void push(Operation op);
+  void wait();
+  bool idle();
+  void finish();  // runs what it has, then ends
+
+  const int device;
+  const bool blocking;
+  std::shared_ptr<std::vector<Operation>> captured;  // not null: being captured
+  bool spoilt = false;                               // by a call that a capture does not allow
+
+ private:
+  void serve();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Operation> operations_;
+  bool busy_ = false, over_ = false;
+};
+
+Stream& stream_of(cudaStream_t stream);  // null: the default one of the current device
+cudaStream_t new_stream(bool blocking);
+cudaError_t end_stream(cudaStream_t stream);
+void wait_for_device(int device);
+int current_device();
+
+// Whether this thread may make a call that a capture in global mode forbids; if not, the capture is spoilt.
+bool allowed_in_capture();
+cudaError_t begin_capture(cudaStream_t stream);
+cudaError_t end_capture(cudaStream_t stream, std::shared_ptr<std::vector<Operation>>* out);
+
+}  // namespace epe

@@ -1,0 +1,130 @@
+"""The CUDA data plane without a GPU: `csrc/cuda` compiled for the host (`csrc/emulated`).
+
+A process that was started with `environment()` loads it in place of the CUDA library. Device
+addresses are host addresses there, and tensors are CPU tensors; streams and graphs are these.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from ctypes import POINTER, c_int, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, Final, Self
+
+import elasticep
+from elasticep.errors import UsageError
+from elasticep.native import library
+
+NAME: Final = "libelasticep_cuda_emulated.so"
+VARIABLE: Final = "ELASTICEP_CUDA_LIBRARY"
+PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "epe_set_device": (c_int, (c_int,)),
+    "epe_stream_create": (c_void_p, ()),
+    "epe_stream_destroy": (c_int, (c_void_p,)),
+    "epe_stream_synchronize": (c_int, (c_void_p,)),
+    "epe_synchronize": (c_int, ()),
+    "epe_copy": (c_int, (c_void_p, c_void_p, c_uint64, c_void_p)),
+    "epe_pause": (None, (c_uint64, c_void_p)),
+    "epe_capture_begin": (c_int, (c_void_p,)),
+    "epe_capture_end": (c_int, (c_void_p, POINTER(c_void_p))),
+    "epe_graph_launch": (None, (c_void_p, c_void_p)),
+    "epe_graph_destroy": (None, (c_void_p,)),
+}
+
+
+def path() -> Path:
+    """Where `make build` puts the library in a checkout; it need not be there."""
+    return Path(elasticep.__file__).parent.parent / "build" / "native" / "emulated" / NAME
+
+
+def environment(*, devices: int = 2, sms: int = 4, seed: int = 0) -> dict[str, str]:
+    """Variables of a process that shall see emulated GPUs.
+
+    Args:
+        devices: GPUs that it sees.
+        sms: multiprocessors of each; grids are at most as large.
+        seed: 0: threads and blocks run in order; else in an order that follows from it.
+    """
+    return {
+        VARIABLE: str(path()),
+        "ELASTICEP_EMULATED_DEVICES": str(devices),
+        "ELASTICEP_EMULATED_SMS": str(sms),
+        "ELASTICEP_EMULATED_SEED": str(seed),
+    }
+
+
+def active() -> bool:
+    """Whether this process was told to load it."""
+    return Path(os.environ.get(VARIABLE, "")).name == NAME
+
+
+@functools.cache
+def api() -> ctypes.CDLL:
+    """The loaded library with the prototypes of what only it has."""
+    loaded = library.cuda()
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise UsageError(f"emulated GPU: {what} failed with CUDA error {status}")
+
+
+class Stream:
+    """Runs what is put on it in order; `cuda_stream` is what the data plane takes."""
+
+    def __init__(self) -> None:
+        self.cuda_stream: int = api().epe_stream_create()
+
+    def synchronize(self) -> None:
+        """Wait until all that was put on it has run."""
+        _check(api().epe_stream_synchronize(self.cuda_stream), "waiting for a stream")
+
+    def close(self) -> None:
+        """It ends when it has run what it has."""
+        if self.cuda_stream:
+            api().epe_stream_destroy(self.cuda_stream)
+            self.cuda_stream = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def synchronize() -> None:
+    """Wait for all streams of the current device."""
+    _check(api().epe_synchronize(), "waiting for the device")
+
+
+def set_device(device: int) -> None:
+    """The device of this thread's calls."""
+    _check(api().epe_set_device(device), f"choosing device {device}")
+
+
+class Graph:
+    """What was put on a stream while it was captured, to be run again."""
+
+    def __init__(self) -> None:
+        self._graph = c_void_p()
+
+    @contextlib.contextmanager
+    def capture(self, stream: Stream) -> Iterator[Self]:
+        """Everything inside is noted, not run."""
+        _check(api().epe_capture_begin(stream.cuda_stream), "beginning a capture")
+        try:
+            yield self
+        finally:
+            status = api().epe_capture_end(stream.cuda_stream, ctypes.byref(self._graph))
+        _check(status, "a capture")
+
+    def replay(self, stream: Stream) -> None:
+        """Put it on the stream."""
+        api().epe_graph_launch(self._graph, stream.cuda_stream)
+
+    def __del__(self) -> None:
+        if self._graph:
+            api().epe_graph_destroy(self._graph)
