@@ -91,6 +91,8 @@ class Controller:
         if self.term is None:
             leader = self._election.leader if self._election else None
             where = f"; {leader.name} leads at {leader.address}" if leader else "; nobody leads now"
+            if self._election is not None and self._election.store_lost:
+                where += ", as far as it knows: the store does not answer it"
             raise NotLeader(f"this controller does not lead{where}")
         return self.term
 
@@ -195,8 +197,8 @@ class Controller:
     async def campaign(self, candidate: Candidate) -> None:
         """Take part in elections, and lead while it may; for good."""
         ttl_s = self.config.lease_ttl_s
-        clock = self._clocks.monotonic_s
-        self._election = Election(self._store, candidate, ttl_s, self.log, clock)
+        clock, show = self._clocks.monotonic_s, self.metrics.store_up.set
+        self._election = Election(self._store, candidate, ttl_s, self.log, clock, show)
         while True:
             lead = await self._election.campaign()
             try:

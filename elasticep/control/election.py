@@ -23,6 +23,7 @@ from elasticep.errors import ElasticEPError, Unavailable
 
 _CALL_S: Final = 1.0
 _RETRY_S: Final = 0.2
+_ASK_S: Final = 2.0  # how often a standby asks the store for an answer, at least
 _LOOK_S: Final = 0.1  # how often a standby looks whether a leader on its host is still there
 # What may go wrong with a store for a while.
 STORE_ERRORS: Final = (Unavailable, LeaseLost, StoreRefused)
@@ -83,6 +84,11 @@ class Election:
         ttl_s: time of the lease, seconds.
         log: where events go.
         clock: seconds, monotonic; None: the running loop's.
+        on_store: told whether the store answers, each time that it was asked.
+
+    Attributes:
+        leader: who leads, as last seen.
+        store_lost: whether the store did not answer when it was asked last.
     """
 
     def __init__(
@@ -92,13 +98,16 @@ class Election:
         ttl_s: int,
         log: FilteringBoundLogger,
         clock: Callable[[], float] | None = None,
+        on_store: Callable[[bool], None] = lambda answers: None,
     ) -> None:
         self._clock = clock or asyncio.get_running_loop().time
         self._log = log
         self._store = store
         self._me = me
         self._ttl_s = ttl_s
-        self.leader: Candidate | None = None  # as last seen
+        self._on_store = on_store
+        self._lost_since_s: float | None = None
+        self.leader: Candidate | None = None
         self._good_until_s = 0.0
 
     @property
@@ -110,15 +119,37 @@ class Election:
         """
         return self._clock() >= self._good_until_s
 
+    @property
+    def store_lost(self) -> bool:
+        """Whether the store did not answer when it was asked last."""
+        return self._lost_since_s is not None
+
+    def _answered(self) -> None:
+        if self._lost_since_s is not None:
+            away_ms = round((self._clock() - self._lost_since_s) * 1_000)
+            self._lost_since_s = None
+            self._log.info("store.back", away_ms=away_ms)
+        self._on_store(True)
+
+    def _unanswered(self, error: Unavailable) -> None:
+        if self._lost_since_s is None:
+            self._lost_since_s = self._clock()
+            self._log.warning("store.lost", error=str(error))
+        self._on_store(False)
+
     async def campaign(self) -> Lead:
         """Wait until this controller leads."""
         while True:
             try:
                 lead = await self._try()
+                self._answered()
                 if lead is not None:
                     self.leader = self._me
                     return lead
                 await self._until_free()
+            except Unavailable as error:
+                self._unanswered(error)
+                await asyncio.sleep(_RETRY_S)
             except STORE_ERRORS as error:
                 self._log.warning("election.failed", error=str(error))
                 await asyncio.sleep(_RETRY_S)
@@ -167,14 +198,26 @@ class Election:
                     await asyncio.gather(change, return_exceptions=True)
                 held = await self._store.get(LEADER, deadline_s=_CALL_S)
 
-    @staticmethod
-    async def _changed(change: "asyncio.Future[int]", holder: str) -> bool:
+    async def _changed(self, change: "asyncio.Future[int]", holder: str) -> bool:
         """Wait for a change; False when the holder is seen to be gone before."""
-        look_s = _LOOK_S if process.is_local(holder) else None
+        ask_s = min(_ASK_S, self._ttl_s / 3)  # a watch that cannot reach the store is silent
+        look_s = min(_LOOK_S, ask_s) if process.is_local(holder) else ask_s
+        asked_s = self._clock()
         while not (await asyncio.wait({change}, timeout=look_s))[0]:
             if process.is_gone(holder):
                 return False
+            if self._clock() - asked_s >= ask_s:
+                await self._ask()
+                asked_s = self._clock()
         return True
+
+    async def _ask(self) -> None:
+        try:
+            await self._store.get(LEADER, deadline_s=_CALL_S)
+        except Unavailable as error:
+            self._unanswered(error)
+        else:
+            self._answered()
 
     async def hold(self, lead: Lead) -> None:
         """Renew the lease until it cannot be; returns when the lead is lost."""
@@ -187,10 +230,13 @@ class Election:
                         lead.lease, deadline_s=max(0.05, min(_CALL_S, left_s))
                     )
                     self._good_until_s = began + ttl_s
+                    self._answered()
                 except LeaseLost as error:
                     self._log.warning("lead.lost", reason=str(error))
                     return
                 except STORE_ERRORS as error:
+                    if isinstance(error, Unavailable):
+                        self._unanswered(error)
                     self._log.warning("lease.unrenewed", error=str(error), left_s=round(left_s, 2))
                 done, _ = await asyncio.wait({watcher}, timeout=self._ttl_s / 3)
                 if done:

@@ -32,6 +32,11 @@ class ControllerMetrics:
             "How often this controller became the leader.",
             registry=self.registry,
         )
+        self.store_up = Gauge(
+            "elasticep_controller_store_up",
+            "1 while the store answers this controller, whether it leads or stands by.",
+            registry=self.registry,
+        )
         self.nodes = Gauge(
             "elasticep_controller_connected_nodes",
             "Nodes with an open session.",

@@ -93,6 +93,26 @@ def test_a_standby_names_the_leader_and_takes_over_when_it_goes(run: Run) -> Non
     run(scenario)
 
 
+def test_a_standby_that_has_lost_the_store_says_so(run_memory: Run) -> None:
+    """In its metrics, and to whoever asks it who leads."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.leader("first")
+        second = await bench.controller("second")
+        store_up = second.metrics.store_up._value
+        await until(lambda: store_up.get() == 1, "the store answers")
+        bench.memory.set_available(False)
+        await until(lambda: store_up.get() == 0, "it has noticed")
+        with pytest.raises(NotLeader, match="as far as it knows: the store does not answer it"):
+            second.leading()
+        bench.memory.set_available(True)
+        await until(lambda: store_up.get() == 1, "it has noticed")
+        with pytest.raises(NotLeader, match=r"first leads at [^;,]*$"):
+            second.leading()
+
+    run_memory(scenario)
+
+
 class Blinded(MemoryStore):
     """A store that lets a leader write but not see that it was deposed."""
 

@@ -1,11 +1,19 @@
 """Which process leads, and when another may know that it is gone."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 
-from elasticep.control import process
-from elasticep.control.election import Candidate
+import pytest
+import structlog
+
+from elasticep.control import election, process
+from elasticep.control.election import Candidate, Election
+from elasticep.control.store import MemoryStore
+from elasticep.control.store.memory import MemoryBackend
 
 
 def test_a_process_is_gone_when_it_is_and_not_before() -> None:
@@ -42,3 +50,60 @@ def test_a_candidate_survives_the_store_and_rubbish_is_nobody() -> None:
     assert Candidate.new("c", "host:1").id != me.id
     for value in (b"", b"{}", b"[1]", b'{"name": 1}', b"\xff"):
         assert Candidate.decode(value) == Candidate("unknown", "", "")
+
+
+async def waits(condition: Callable[[], bool], what: str) -> None:
+    """Until the condition holds, for a minute."""
+    event = asyncio.Event()
+    async with asyncio.timeout(60.0):
+        while not condition():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), 0.005)
+    assert condition(), what
+
+
+def test_a_standby_says_once_that_the_store_is_lost_and_once_that_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its watch is silent meanwhile, and nobody else asks for anything."""
+    monkeypatch.setattr(election, "_CALL_S", 0.02)
+    heard = structlog.testing.LogCapture()
+    answers: list[bool] = []
+    lost: list[bool] = []
+
+    def events() -> list[str]:
+        return [entry["event"] for entry in heard.entries]
+
+    async def scenario() -> None:
+        backend = MemoryBackend()
+        log = structlog.wrap_logger(None, processors=[heard])
+
+        def candidate(name: str) -> Election:
+            told = answers.append if name == "standby" else lambda answers: None
+            me = Candidate.new(name, name)
+            ttl_s = 1 if name == "standby" else 60
+            return Election(MemoryStore(backend), me, ttl_s, log, on_store=told)
+
+        leader, standby = candidate("leader"), candidate("standby")
+        holding = asyncio.ensure_future(leader.hold(await leader.campaign()))
+        standing_by = asyncio.ensure_future(standby.campaign())
+        await waits(lambda: standby.leader is not None, "it stands by")
+        holding.cancel()  # the store alone is to tell
+        await asyncio.gather(holding, return_exceptions=True)
+        heard.entries.clear()
+        for round_ in (1, 2):
+            backend.set_available(False)
+            await waits(lambda: answers[-3:] == [False] * 3, "asked again and again")
+            lost.append(standby.store_lost)
+            assert events().count("store.lost") == round_
+            backend.set_available(True)
+            await waits(lambda: events()[-1] == "store.back", "it is back")
+            lost.append(standby.store_lost)
+            assert heard.entries[-1]["away_ms"] > 0
+            assert answers[-1]
+        assert events() == ["store.lost", "store.back"] * 2
+        assert lost == [True, False] * 2
+        standing_by.cancel()
+        await asyncio.gather(standing_by, return_exceptions=True)
+
+    asyncio.run(scenario())
