@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # What a checkout installs besides the package's own dependencies.
-EXTRAS ?= local,cuda,nixl,engines,dev
+EXTRAS ?= local,cuda,nixl,engines,plot,dev
 # AUTO: when nvcc is found. ON, OFF.
 ELASTICEP_CUDA ?= AUTO
 JOBS ?= $(shell nproc)
