@@ -32,7 +32,7 @@ _FLAGS = (
 def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> None:
     """Run a controller replica: one of them leads, the others stand by.
 
-    SIGTERM gives the lead back at once. A failed start is one line and exit status 2.
+    SIGTERM, as SIGHUP, gives the lead back at once. A failed start is one line and exit status 2.
     """
     try:
         config = load_config(ControllerConfig, file=file, flags=flags)

@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Run the node daemon.
 
-    SIGTERM ends every seat and leaves nothing; SIGUSR1 leaves workers and engines running for the
-    next daemon. A failed start is one line and exit status 2.
+    SIGTERM, as SIGHUP, ends every seat and leaves nothing; SIGUSR1 leaves workers and engines
+    running for the next daemon. A failed start is one line and exit status 2.
     """
     try:
         limits = {"orphan_after_s": orphan_after_s, "engine_grace_s": engine_grace_s}

@@ -9,6 +9,7 @@ import click
 from elasticep.demo.display import choose_display
 from elasticep.demo.scenario import Scenario
 from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
+from elasticep.signals import stop_signals
 
 
 def _stop(number: int, _: object) -> None:
@@ -94,7 +95,8 @@ def command(
         for one in wanted
     ]
     # As Ctrl-C does, so that a polite stop cleans up, too.
-    signal.signal(signal.SIGTERM, _stop)
+    for number in stop_signals():
+        signal.signal(number, _stop)
     good = [_run(settings, table=output == "table") for settings in runs]
     sys.exit(0 if all(good) else 1)
 

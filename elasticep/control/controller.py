@@ -6,7 +6,6 @@ gRPC. A controller that stands by refuses calls and names the leader.
 
 import asyncio
 import os
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +31,7 @@ from elasticep.control.term import Term
 from elasticep.errors import ConfigError, NotLeader
 from elasticep.proto import controller_pb2, controller_pb2_grpc
 from elasticep.rpc import SERVER_OPTIONS, bind
+from elasticep.signals import stop_signals
 
 _STOP_S: Final = 0.3
 _SERVICE: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
@@ -110,7 +110,7 @@ class Controller:
     # ---- its life
 
     async def run(self, started: Callable[["Controller"], None] | None = None) -> None:
-        """Listen and take part in elections until SIGTERM, SIGINT or a cancel.
+        """Listen and take part in elections until SIGTERM, SIGINT, SIGHUP or a cancel.
 
         Args:
             started: called once it listens.
@@ -121,7 +121,7 @@ class Controller:
         """
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = stop_signals()
         with suppress(RuntimeError, ValueError):  # not the main thread
             for number in numbers:
                 loop.add_signal_handler(number, stop.set)

@@ -41,6 +41,7 @@ from elasticep.runtime.systemd import Notifier, take_stored_fds
 from elasticep.runtime.tickets import TicketOffice
 from elasticep.runtime.transport.server import FdServer
 from elasticep.runtime.weights.driver import MoverDriver
+from elasticep.signals import stop_signals
 
 if TYPE_CHECKING:
     import grpc
@@ -71,6 +72,7 @@ class Daemon:
         self._page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stop: asyncio.Event | None = None
+        self._handlers: dict[signal.Signals, Callable[[], None]] = {}
         self._leave = False
         metrics = Metrics()
         self._node = Node(
@@ -155,11 +157,9 @@ class Daemon:
         self._stop = asyncio.Event()
         loop.set_exception_handler(self._unexpected)
         self._directory.take()
-        for number, action in (
-            (signal.SIGTERM, self.stop),
-            (signal.SIGINT, self.stop),
-            (signal.SIGUSR1, self.leave),
-        ):
+        self._handlers = dict.fromkeys(stop_signals(), self.stop)
+        self._handlers[signal.SIGUSR1] = self.leave
+        for number, action in self._handlers.items():
             loop.add_signal_handler(number, action)
         self._node.fd_store = FdStore(self._notifier, take_stored_fds(os.environ))
         self._locks.start()
@@ -356,5 +356,5 @@ class Daemon:
         self._node.mover.close()
         self._node.watcher.close()
         self._directory.release(keep_state=self._leave and self._directory.state_path.exists())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in self._handlers:
             asyncio.get_running_loop().remove_signal_handler(number)

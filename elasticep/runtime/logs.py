@@ -1,7 +1,8 @@
 """Logs: events with keys, on stderr."""
 
 import sys
-from typing import Final
+from contextlib import suppress
+from typing import Final, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
@@ -10,6 +11,23 @@ from elasticep.errors import ConfigError
 
 FORMATS: Final = ("auto", "console", "json")
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+class _Unfailing:
+    """A stream whose lines are lost where they cannot be written: on a terminal that was closed, on
+    a full disk. What the process does must not end with its log.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def open_log(style: str, level: str, **keys: str) -> FilteringBoundLogger:
@@ -42,7 +60,7 @@ def open_log(style: str, level: str, **keys: str) -> FilteringBoundLogger:
         last,
     ]
     log: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        structlog.PrintLogger(cast(TextIO, _Unfailing(sys.stderr))),
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
     )

@@ -262,7 +262,8 @@ def main(arguments: list[str]) -> int:
         return 2
     # The socket's end says it too, but only to the thread that reads it.
     CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's signals are for the daemon
     tls = TlsConfig(**json.loads(os.environ.pop(TLS_VARIABLE, "{}")))
     with socket.socket(fileno=int(arguments[0])) as sock:
         with contextlib.suppress(ConnectionResetError):

@@ -1,0 +1,12 @@
+"""Which signals end a process that serves, in order."""
+
+import signal
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT, and SIGHUP, as of a terminal that is closed; not that one where it was
+    ignored when the process started (nohup).
+    """
+    always = (signal.SIGTERM, signal.SIGINT)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return always if ignored else (*always, signal.SIGHUP)
