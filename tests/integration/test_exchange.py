@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elasticep.native import abi
-from elasticep.testing import experts, reference
+from elasticep.testing import experts
 from elasticep.testing.raw import Delivered, RawSession
 from elasticep.testing.world import Batch, World, exchange_config, make_batch, random_placement
 
@@ -140,19 +140,6 @@ def test_pairwise(case: dict[str, Any]) -> None:
     with World(g, placement=random_placement(g, range(ranks), ranks)) as world:
         for shift in range(len(TOKENS)):
             agrees(world, 0, batches(g, shift, 1), layer=shift % LAYERS)
-
-
-def test_results_are_those_of_the_dense_layer() -> None:
-    """The predictions of this file against a float64 layer that knows of no ranks."""
-    g = geometry(2, [exchange(layout=layout) for layout in LAYOUTS])
-    with World(g) as world:
-        for number in range(len(LAYOUTS)):
-            brought = batches(g, 2, number)
-            results, _ = world.round_trip(number, brought, 1)
-            for rank, b in brought.items():
-                factors = world.factors[1].astype(np.float64)
-                dense = reference.dense(b.x, b.ids, b.weights, lambda e, x, f=factors: x * f[e])
-                np.testing.assert_allclose(results[rank], dense, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("copies", COPIES)
