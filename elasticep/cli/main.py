@@ -22,6 +22,7 @@ SUBCOMMANDS: dict[str, str] = {
     "health": "Ask the daemon or controller of this host whether it serves.",
     "group": "Create and inspect groups.",
     "status": "Show members, views and health.",
+    "node": "Say that a node is off for good.",
     "placement": "Plan, show and compare placements of experts.",
     "checkpoint": "Show the experts of a checkpoint, and whether they are whole.",
     "plan": "Compare the ways to exchange rows, for a model and a group size.",

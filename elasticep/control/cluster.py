@@ -15,7 +15,8 @@ from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.membership import Membership
 from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.records import Endpoint, Loaded
-from elasticep.errors import ConfigError, UnknownGroup
+from elasticep.control.seats import Phase
+from elasticep.errors import ConfigError, UnknownGroup, UsageError
 from elasticep.group import GroupConfig
 
 # A new leader gives nodes this much longer to come to it before it misses them: at least as long
@@ -101,8 +102,8 @@ class Cluster:
                 )
         if name not in self.nodes and len(self.nodes) >= MAX_NODES:
             raise ConfigError(
-                f"node {name!r} is new, and {MAX_NODES} nodes are known already; delete endpoints "
-                "of nodes that are gone from the store, and start the controllers again"
+                f"node {name!r} is new, and {MAX_NODES} nodes are known already; say of those "
+                "that are gone that they are: elasticep node off NODE"
             )
 
     def hello(
@@ -138,6 +139,29 @@ class Cluster:
         """A message came from a node."""
         node = self.nodes[name]
         node.heard_ms = max(node.heard_ms, now_ms)
+
+    def node_off(self, name: str, why: str, now_ms: int) -> tuple[dict[str, list[int]], Outcomes]:
+        """An operator says that a node is off: group -> ranks whose seats that frees, and outcomes.
+
+        Raises:
+            UsageError: there is no such node, or it may be alive.
+        """
+        node = self.nodes.get(name)
+        if node is None:
+            known = ", ".join(sorted(self.nodes)) or "none"
+            raise UsageError(f"there is no node {name!r}; known are: {known}")
+        timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
+        limit_ms, silent_ms = max(timeouts, default=0), now_ms - node.heard_ms
+        if node.connected or silent_ms < limit_ms:
+            heard = "is connected" if node.connected else f"was heard of {max(0, silent_ms)} ms ago"
+            raise UsageError(
+                f"node {name!r} {heard}, so its processes may live; drain its ranks and stop its "
+                f"daemon, and say that it is off when nothing was heard of it for {limit_ms} ms"
+            )
+        kept = {group: _kept_for(m, name) for group, m in self.groups.items()}
+        outcomes = self._all(ev.NodeOff(name, why), now_ms)
+        del self.nodes[name]
+        return {group: ranks for group, ranks in kept.items() if ranks}, outcomes
 
     def report(self, group: str, event: ev.Event, now_ms: int) -> Outcomes:
         """What a node says of a rank, or an operator's drain."""
@@ -205,6 +229,12 @@ class Cluster:
                 hello = ev.NodeHello(name, reports, node.endpoint.domain)
                 outcomes.append((config.name, membership.handle(hello, now_ms)))
         return True, outcomes
+
+
+def _kept_for(membership: Membership, node: str) -> list[int]:
+    """Ranks whose seats nobody else is given, because something of the node may hold them."""
+    seats = membership.seats.values()
+    return [s.rank for s in seats if s.node == node and s.phase is not Phase.GONE]
 
 
 def _of_group(seats: Mapping[tuple[str, int], SeatReport], group: str) -> tuple[SeatReport, ...]:

@@ -183,6 +183,14 @@ class SetPolicies:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeOff:
+    """An operator says that a node is off, and with it every process that ran there."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -203,6 +211,7 @@ Event: TypeAlias = (
     | Drain
     | Undrain
     | SetPolicies
+    | NodeOff
     | Tick
 )
 

@@ -169,5 +169,6 @@ _HANDLERS: Final[dict[type, Callable[[GroupState, Any, int, Outcome], None]]] = 
     ev.Drain: wanted.drain,
     ev.Undrain: wanted.undrain,
     ev.SetPolicies: wanted.set_policies,
+    ev.NodeOff: wanted.node_off,
     ev.Tick: _tick,
 }

@@ -83,6 +83,11 @@ def put_node(endpoint: Endpoint) -> Put:
     return Put(f"{PREFIX}nodes/{endpoint.node}", content)
 
 
+def delete_node(node: str) -> Delete:
+    """Forget a node's endpoint."""
+    return Delete(f"{PREFIX}nodes/{node}")
+
+
 def put_config(config: GroupConfig) -> Put:
     """Write a group's config."""
     content: bytes = config.to_proto().SerializeToString(deterministic=True)

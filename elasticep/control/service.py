@@ -172,6 +172,25 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
         return await self._typed(context, work)
 
+    async def NodeOff(  # noqa: N802
+        self, request: controller_pb2.NodeOffRequest, context: Context
+    ) -> controller_pb2.NodeOffResponse:
+        """Take an operator's word that nothing runs on a node any more."""
+
+        async def work() -> controller_pb2.NodeOffResponse:
+            term = self._controller.leading()
+            said = request.reason[:_MAX_REASON]
+            why = f"an operator said that node {request.node} is off{said and f': {said}'}"
+            freed = await term.node_off(request.node, why)
+            return controller_pb2.NodeOffResponse(
+                freed=[
+                    controller_pb2.FreedSeats(group=group, ranks=ranks)
+                    for group, ranks in freed.items()
+                ]
+            )
+
+        return await self._typed(context, work)
+
     async def WatchView(  # noqa: N802
         self, request: controller_pb2.WatchViewRequest, context: Context
     ) -> AsyncIterator[types_pb2.View]:

@@ -7,9 +7,8 @@ term: the state is read anew from the store by whoever leads next.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -20,39 +19,23 @@ from elasticep.control import messages, records
 from elasticep.control.background import Ask, Pause, Resume
 from elasticep.control.clocks import AwakeClock, Clocks
 from elasticep.control.cluster import Cluster, Outcomes
-from elasticep.control.election import STORE_ERRORS, Deposed, Lead
+from elasticep.control.election import Lead
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.rebalance import Rebalancer
-from elasticep.control.records import LEADER
 from elasticep.control.session import NodeSession
-from elasticep.control.store import Delete, KeyValue, ModRevision, Put, Store
+from elasticep.control.store import Delete, KeyValue, Put, Store
 from elasticep.control.views import View
+from elasticep.control.writes import Commit, Writes, durable
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.group import GroupConfig
 from elasticep.proto.controller_pb2 import ControllerHeartbeat, ControllerMessage
 
 TICK_S: Final = 0.05
-_WRITE_S: Final = 1.0  # one attempt of a transaction
-_OPERATIONS: Final = 100  # of one transaction
-_MAX_QUEUED_WRITES: Final = 10_000
 _QUIET: Final = frozenset(
     {"view.waiting", "staged.ignored", "load.counted", "load.window", "rebalance.planned"}
 )
-
-
-@dataclass(slots=True)
-class _Commit:
-    """Writes of one outcome, and what follows when they are in the store."""
-
-    group: str
-    operations: list[Put | Delete]
-    view: View | None
-    after: Sequence[ev.Send]
-    done: "asyncio.Future[None]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
 
 
 class Term:
@@ -80,16 +63,15 @@ class Term:
         self._clock = self._clocks.monotonic_s
         self._awake = AwakeClock(self._clock)
         self._log = log
-        self._store = store
-        self._lead = lead
         self._metrics = metrics
         loaded = records.load(items, self._moment())
         self.cluster = Cluster(loaded, self.now_ms())
         for name, membership in self.cluster.groups.items():
             metrics.took_over(name, membership.view, membership.adopted_epoch)
-        self._view_revisions = dict(loaded.view_revisions)
         self._sessions: dict[str, NodeSession] = {}
-        self._commits: asyncio.Queue[_Commit] = asyncio.Queue(_MAX_QUEUED_WRITES)
+        self._writes = Writes(
+            store, lead, loaded.view_revisions, metrics, log, self._clock, self._written
+        )
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._published: dict[str, View] = {
             name: m.view for name, m in self.cluster.groups.items() if m.view is not None
@@ -128,7 +110,7 @@ class Term:
         """Lead until something ends the term; raises what did."""
         tasks = [
             asyncio.ensure_future(work)
-            for work in (self._write(), self._tick(), self._beat(), self._fault)
+            for work in (self._writes.run(), self._tick(), self._beat(), self._fault)
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -148,8 +130,7 @@ class Term:
         for task in self._plans.values():
             task.cancel()
         self._planner.shutdown(wait=False, cancel_futures=True)
-        while not self._commits.empty():
-            self._commits.get_nowait().done.cancel()
+        self._writes.abandon()
         self._changed.set()
 
     # ---- what is heard
@@ -169,7 +150,7 @@ class Term:
         if known is None or known.endpoint != endpoint:
             # Written before anything that the hello leads to, so that the next leader can tell
             # members how to reach this node even if it never says hello to it.
-            self._enqueue(_Commit("", [records.put_node(endpoint)], None, ()))
+            self._enqueue(Commit("", [records.put_node(endpoint)]))
         now_ms = self.now_ms()
         self._guarded(lambda: self.cluster.hello(endpoint, session.session_id, seats, now_ms))
         self._log.info("node.connected", node=session.node, session=session.session_id)
@@ -203,18 +184,25 @@ class Term:
         now_ms = self.now_ms()
         created, outcomes = self.cluster.create_group(config, now_ms)
         self._show_ages()
-        commit = _Commit(config.name, [records.put_config(config)] if created else [], None, ())
+        commit = Commit(config.name, [records.put_config(config)] if created else [])
         self._enqueue(commit)
         self._do(outcomes)
-        await self._durable(commit)
+        await durable(commit)
         return created
 
     async def operate(self, group: str, event: ev.Drain | ev.Undrain | ev.SetPolicies) -> None:
         """What an operator wants; returns once that is in the store."""
         self.cluster.membership(group)
-        commits = self._do(self.cluster.report(group, event, self.now_ms()))
-        for commit in commits:
-            await self._durable(commit)
+        await durable(*self._do(self.cluster.report(group, event, self.now_ms())))
+
+    async def node_off(self, name: str, why: str) -> dict[str, list[int]]:
+        """A node is off for good; returns the seats that frees once that is in the store."""
+        freed, outcomes = self.cluster.node_off(name, why, self.now_ms())
+        forgotten = Commit("", [records.delete_node(name)])
+        commits = self._do(outcomes)
+        self._enqueue(forgotten)
+        await durable(*commits, forgotten)
+        return freed
 
     async def plan(self, job: PlanJob) -> Planned:
         """Make a plan that is only looked at."""
@@ -227,16 +215,7 @@ class Term:
         """What an operator wants of the background; returns once that is in the store."""
         self.cluster.membership(group)
         outcomes = self.cluster.background[group].operate(event, self.now_ms())
-        for commit in self._do([(group, outcome) for outcome in outcomes]):
-            await self._durable(commit)
-
-    async def _durable(self, commit: _Commit) -> None:
-        try:
-            await asyncio.shield(commit.done)
-        except asyncio.CancelledError:
-            if commit.done.cancelled():
-                raise NotLeader("the lead was lost before this was written; ask again") from None
-            raise
+        await durable(*self._do([(group, outcome) for outcome in outcomes]))
 
     @property
     def published(self) -> Mapping[str, View]:
@@ -274,7 +253,7 @@ class Term:
             if not self._fault.done():
                 self._fault.set_exception(error)
 
-    def _do(self, outcomes: Outcomes) -> list[_Commit]:
+    def _do(self, outcomes: Outcomes) -> list[Commit]:
         commits = []
         for group, outcome in outcomes:
             self._send(group, outcome.now)
@@ -288,7 +267,7 @@ class Term:
                 write(notice.event, group=group, **notice.fields)
         return commits
 
-    def _commit_of(self, group: str, outcome: Outcome) -> _Commit:
+    def _commit_of(self, group: str, outcome: Outcome) -> Commit:
         at = self._moment()
         view = None
         operations: list[Put | Delete] = []
@@ -296,15 +275,14 @@ class Term:
             operations += records.operations(group, write, at)
             if isinstance(write, ev.SaveView):
                 view = write.view
-        return _Commit(group, operations, view, tuple(outcome.after))
+        return Commit(group, operations, view, tuple(outcome.after))
 
-    def _enqueue(self, commit: _Commit) -> None:
+    def _enqueue(self, commit: Commit) -> None:
         try:
-            self._commits.put_nowait(commit)
-        except asyncio.QueueFull:
+            self._writes.add(commit)
+        except Unavailable as error:
             if not self._fault.done():
-                full = f"{_MAX_QUEUED_WRITES} writes wait for the store"
-                self._fault.set_exception(Unavailable(full))
+                self._fault.set_exception(error)
 
     def _send(self, group: str, sends: Iterable[ev.Send]) -> None:
         for send in sends:
@@ -323,77 +301,12 @@ class Term:
                 message = messages.fence_message(group, send)
             session.send(message)
 
-    # ---- the store
-
-    async def _write(self) -> None:
-        while True:
-            commit = await self._commits.get()
-            try:
-                began = self._clock()
-                await self._commit(commit)
-                if commit.operations:
-                    self._metrics.write_seconds.observe(self._clock() - began)
-            except BaseException:
-                commit.done.cancel()
-                raise
-            self._send(commit.group, commit.after)
-            if commit.view is not None:
-                self._published[commit.group] = commit.view
-                self._changed.set()
-                self._changed = asyncio.Event()
-            if not commit.done.done():
-                commit.done.set_result(None)
-
-    async def _commit(self, commit: _Commit) -> None:
-        """Write all, the view last; what is too much for one transaction goes in several."""
-        last = [op for op in commit.operations if commit.view and _of_view(commit, op)]
-        first = [op for op in commit.operations if op not in last]
-        while len(first) + len(last) > _OPERATIONS:
-            await self._transact(commit, first[:_OPERATIONS], None)
-            first = first[_OPERATIONS:]
-        if first or last:
-            await self._transact(commit, [*first, *last], commit.view)
-
-    async def _transact(
-        self, commit: _Commit, operations: list[Put | Delete], view: View | None
-    ) -> None:
-        key = records.view_key(commit.group)
-        compares: list[ModRevision] = []
-        if view is not None:
-            compares.append(ModRevision(key, self._view_revisions.get(commit.group, 0)))
-        while True:
-            try:
-                done = await self._store.transact(
-                    (self._lead.guard(), *compares), operations, deadline_s=_WRITE_S
-                )
-            except Unavailable as error:
-                self._log.warning("store.unavailable", error=str(error))
-                await asyncio.sleep(TICK_S)
-                continue
-            if done.succeeded:
-                if view is not None:
-                    self._view_revisions[commit.group] = done.revision
-                return
-            if await self._written_already(key, view):
-                return
-            raise Deposed("the leader key or a view was written by another controller")
-
-    async def _written_already(self, key: str, view: View | None) -> bool:
-        """Whether we still lead, and an attempt of which nothing was heard had succeeded."""
-        while True:
-            try:
-                leader = await self._store.get(LEADER, deadline_s=_WRITE_S)
-                stored = await self._store.get(key, deadline_s=_WRITE_S)
-                break
-            except STORE_ERRORS as error:
-                self._log.warning("store.unavailable", error=str(error))
-                await asyncio.sleep(TICK_S)
-        if leader is None or leader.create_revision != self._lead.revision or view is None:
-            return False
-        if stored is None or stored.value != records.view_bytes(view):
-            return False
-        self._view_revisions[view.group] = stored.mod_revision
-        return True
+    def _written(self, commit: Commit) -> None:
+        self._send(commit.group, commit.after)
+        if commit.view is not None:
+            self._published[commit.group] = commit.view
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     # ---- time
 
@@ -438,7 +351,3 @@ class Term:
             for session in list(self._sessions.values()):
                 session.send(self._heartbeat)
             await asyncio.sleep(self.cluster.heartbeat_ms / 1_000)
-
-
-def _of_view(commit: _Commit, operation: Put | Delete) -> bool:
-    return operation.key == records.view_key(commit.group) or "/history/" in operation.key

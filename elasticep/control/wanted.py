@@ -86,6 +86,15 @@ def set_policies(state: GroupState, event: ev.SetPolicies, now_ms: int, out: Out
         out.note("policies.changed", changed=changed)
 
 
+def node_off(state: GroupState, event: ev.NodeOff, now_ms: int, out: Outcome) -> None:
+    """Nothing is left of a node's incarnations: their seats may be given to other nodes."""
+    state.offers.pop(event.node, None)
+    for seat in state.seats_of(event.node):
+        if seat.phase is not Phase.GONE:
+            state.confirm_gone(seat, now_ms, event.why, out)
+            out.note("seat.freed", rank=seat.rank, incarnation=seat.incarnation, node=event.node)
+
+
 def _named(state: GroupState, ranks: tuple[int, ...]) -> list[Seat]:
     unknown = sorted(set(ranks) - set(state.seats))
     if unknown or not ranks:

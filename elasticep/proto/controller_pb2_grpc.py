@@ -80,6 +80,11 @@ class ControllerServiceStub(object):
                 request_serializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.NodeOff = channel.unary_unary(
+                '/elasticep.v1.ControllerService/NodeOff',
+                request_serializer=elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -146,6 +151,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NodeOff(self, request, context):
+        """A node that is not heard of is off for good: its seats may be given to others, it is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +205,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.FromString,
                     response_serializer=elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'NodeOff': grpc.unary_unary_rpc_method_handler(
+                    servicer.NodeOff,
+                    request_deserializer=elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -438,6 +455,33 @@ class ControllerService(object):
             '/elasticep.v1.ControllerService/SetPolicy',
             elasticep_dot_v1_dot_controller__pb2.SetPolicyRequest.SerializeToString,
             elasticep_dot_v1_dot_controller__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NodeOff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticep.v1.ControllerService/NodeOff',
+            elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.SerializeToString,
+            elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.FromString,
             options,
             channel_credentials,
             insecure,

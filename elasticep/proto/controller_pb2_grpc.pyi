@@ -48,6 +48,8 @@ class ControllerServiceStub:
     """How far the background is: at once, and after every change."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_controller_pb2.SetPolicyRequest, _controller_pb2.SetPolicyResponse]
     """Changes policies of a running group; answers when they are in the store."""
+    NodeOff: _grpc.UnaryUnaryMultiCallable[_controller_pb2.NodeOffRequest, _controller_pb2.NodeOffResponse]
+    """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -68,6 +70,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """How far the background is: at once, and after every change."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_controller_pb2.SetPolicyRequest, _controller_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """Changes policies of a running group; answers when they are in the store."""
+    NodeOff: _aio.UnaryUnaryMultiCallable[_controller_pb2.NodeOffRequest, _controller_pb2.NodeOffResponse]  # type: ignore[assignment]
+    """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -139,5 +143,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.SetPolicyResponse, _abc.Awaitable[_controller_pb2.SetPolicyResponse]]:
         """Changes policies of a running group; answers when they are in the store."""
+
+    @_abc_1.abstractmethod
+    def NodeOff(
+        self,
+        request: _controller_pb2.NodeOffRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.NodeOffResponse, _abc.Awaitable[_controller_pb2.NodeOffResponse]]:
+        """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

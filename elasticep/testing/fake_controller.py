@@ -90,6 +90,12 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         """No effect: `order` tells nodes of policies."""
         return controller_pb2.SetPolicyResponse(policies=request.policies)
 
+    def NodeOff(  # noqa: N802
+        self, request: controller_pb2.NodeOffRequest, context: Any
+    ) -> controller_pb2.NodeOffResponse:
+        """No effect: no seat is kept."""
+        return controller_pb2.NodeOffResponse()
+
     def Rebalance(  # noqa: N802
         self, request: controller_pb2.RebalanceRequest, context: Any
     ) -> controller_pb2.RebalanceResponse:

@@ -1,8 +1,13 @@
 """What operators ask of a controller; fake nodes, both stores."""
 
+import asyncio
+
 import grpc.aio
 import pytest
+from click.testing import CliRunner, Result
 
+from elasticep.cli.main import cli
+from elasticep.control import records
 from elasticep.errors import (
     ConfigError,
     GroupMismatch,
@@ -10,6 +15,7 @@ from elasticep.errors import (
     UnknownRank,
     UsageError,
 )
+from elasticep.group import Timeouts
 from elasticep.proto import controller_pb2
 from elasticep.testing.controllers import (
     CALL_S,
@@ -82,6 +88,44 @@ def test_a_drain_survives_a_change_of_the_leader(run: Run) -> None:
                 "it is gone",
             )
             assert nodes.of(1).seats[1].incarnation == 1
+
+    run(scenario)
+
+
+def test_a_replacement_takes_the_seats_of_a_node_that_is_off(run: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        config = group_config(flap_limit=0, timeouts=Timeouts(node_timeout_ms=5_000))
+        async with formed(bench, config) as (controller, nodes):
+
+            async def command(*arguments: str) -> Result:
+                flags = ["--controllers", controller.address, "--timeout", "60"]
+                said = ["node", "off", *arguments, *flags]
+                return await asyncio.to_thread(CliRunner().invoke, cli, said)
+
+            told = await command("b")
+            assert isinstance(told.exception, UsageError)
+            assert "node 'b' is connected, so its processes may live" in str(told.exception)
+            await nodes.nodes["b"].stop()
+            await nodes.until(lambda: nodes.members == [0, 1], "the others go on")
+            spare = FakeNodes([controller.address], {"c": (2, 3)}, "g")
+            async with spare:
+                await spare.until(lambda: spare.nodes["c"].connected)
+                await nodes.meet()
+                membership = controller.leading().cluster.groups["g"]
+                assert [membership.seats[rank].node for rank in (2, 3)] == ["b", "b"]
+                told = await command("b", "--reason", "it burned")
+                assert told.output.endswith(
+                    "group g: ranks 2, 3 may be given to other nodes\nnode b is forgotten\n"
+                )
+                await spare.until(lambda: all(orders(spare, rank, "grant") for rank in (2, 3)))
+                answer = await cluster(controller.address)
+                assert [node.endpoint.node for node in answer.nodes] == ["a", "c"]
+                seats = {rank.rank: rank for rank in answer.groups[0].ranks}
+                assert [(seats[r].node, seats[r].incarnation) for r in (2, 3)] == [("c", 2)] * 2
+            store = bench.store()
+            keys = [item.key for item in (await store.list(f"{records.PREFIX}nodes/")).items]
+            await store.close()
+            assert [key.rpartition("/")[2] for key in keys] == ["a", "c"], "no leader knows it"
 
     run(scenario)
 

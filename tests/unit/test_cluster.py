@@ -7,7 +7,7 @@ from elasticep.control import events as ev
 from elasticep.control.cluster import TAKEOVER_GRACE_MS, Cluster
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.records import Endpoint, Loaded
-from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup
+from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup, UsageError
 from elasticep.group import Timeouts
 from elasticep.runtime.limits import Limits
 from elasticep.testing.membership import group_config
@@ -47,6 +47,32 @@ def test_a_silent_node_is_gone_after_its_groups_timeout_and_loses_its_session() 
     assert (gone(outcomes), drop) == ({2, 3}, ["b"])
     outcomes, drop = cluster.tick(2_600)
     assert (gone(outcomes), drop) == (set(), []), "once is enough"
+
+
+def test_a_node_is_off_when_nothing_is_heard_of_it_and_its_seats_are_free() -> None:
+    cluster = started()
+    with pytest.raises(UsageError, match="no node 'x'; known are: a, b"):
+        cluster.node_off("x", "why", 1_000)
+    with pytest.raises(UsageError, match="node 'b' is connected, so its processes may live"):
+        cluster.node_off("b", "why", 9_000)
+    cluster.heard("b", 2_000)
+    cluster.disconnected("b", "s1", 2_000)
+    with pytest.raises(UsageError, match=r"heard of 1499 ms ago.*nothing was heard of it for 1500"):
+        cluster.node_off("b", "why", 3_499)
+    cluster.tick(3_500)
+    freed, outcomes = cluster.node_off("b", "why", 3_500)
+    assert freed == {"g": [2, 3]}
+    assert {seat.phase for seat in cluster.groups["g"].seats.values() if seat.rank > 1} == {"gone"}
+    saved = [write for _, out in outcomes for write in out.writes if isinstance(write, ev.SaveSeat)]
+    assert [(write.rank, write.phase) for write in saved] == [(2, "gone"), (3, "gone")]
+    assert list(cluster.nodes) == ["a"]
+
+
+def test_the_next_leader_does_not_take_a_node_for_off_before_it_may_have_come() -> None:
+    loaded = Loaded(nodes={"b": endpoint("b")})
+    cluster = Cluster(loaded, 1_000)
+    with pytest.raises(UsageError, match="heard of 0 ms ago"):
+        cluster.node_off("b", "why", 1_000 + TAKEOVER_GRACE_MS - 1)
 
 
 def test_groups_judge_by_their_own_timeouts() -> None:

@@ -18,7 +18,7 @@ from elasticep.control.seats import Phase
 from elasticep.control.views import View
 from elasticep.errors import UsageError
 from elasticep.group import LostExperts
-from elasticep.testing.membership import World, group_config
+from elasticep.testing.membership import SimSeat, World, group_config
 
 RANKS = 6
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
@@ -118,6 +118,19 @@ class GroupUnderFaults(RuleBasedStateMachine):
     @rule(name=nodes, gone=st.booleans())
     def cut(self, name: str, gone: bool) -> None:
         self.world.cut(name, gone=gone)
+
+    @rule(name=nodes, true=st.booleans())
+    def say_it_is_off(self, name: str, true: bool) -> None:
+        """An operator's word about a node that is missed; it may be wrong."""
+        node = self.world.nodes[name]
+        if node.up:
+            return
+        self.world.feed(ev.NodeGone(name, f"node {name} was not heard of"))
+        for rank, seat in node.seats.items() if true else ():
+            self.world.dead.add((rank, seat.incarnation))
+            node.seats[rank] = SimSeat(rank)
+        self.world.feed(ev.NodeOff(name, "an operator said so"))
+        assert not [s for s in self.world.membership.seats.values() if s.node == name and s.live]
 
     @rule(name=nodes)
     def connect(self, name: str) -> None:

@@ -55,6 +55,37 @@ def test_a_replacement_node_takes_free_seats() -> None:
     assert world.membership.seats[2].node == "b", "an unreachable node keeps its seats"
 
 
+def test_seats_of_a_node_that_is_off_are_given_to_another() -> None:
+    world = World(group_config(flap_limit=0), {"a": (0, 1), "b": (2, 3), "c": ()})
+    world.settle()
+    world.cut("b", gone=True)
+    world.nodes["c"].seats.update({r: type(world.seat(0)[1])(r) for r in (2, 3)})
+    world.connect("c")
+    world.settle()
+    assert world.view.ranks == (0, 1), "its processes may live"
+    world.feed(ev.NodeOff("b", "an operator said that node b is off"))
+    world.restart_controller()  # whoever leads by then knows of it
+    world.settle()
+    assert world.view.ranks == (0, 1, 2, 3)
+    assert [world.membership.seats[rank].node for rank in (2, 3)] == ["c", "c"]
+
+
+def test_a_node_that_was_said_to_be_off_and_is_not_is_fenced() -> None:
+    world = World(group_config(flap_limit=0), {"a": (0, 1), "b": (2, 3), "c": ()})
+    world.settle()
+    world.cut("b", gone=True)
+    world.feed(ev.NodeOff("b", "an operator said that node b is off"))
+    world.nodes["c"].seats.update({r: type(world.seat(0)[1])(r) for r in (2,)})
+    world.connect("c")
+    world.settle()
+    world.connect("b")
+    fences = {(m.rank, m.incarnation) for m in world.nodes["b"].inbox if isinstance(m, Fence)}
+    assert fences >= {(2, 1), (3, 1)}
+    world.settle()
+    assert members(world) == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    assert (world.membership.seats[2].node, world.membership.seats[3].node) == ("c", "b")
+
+
 def test_a_seat_belongs_to_the_node_that_has_it() -> None:
     world = formed()
     hello = ev.NodeHello("c", (SeatReport(3, 7, SeatState.ATTACHED, 1),))
