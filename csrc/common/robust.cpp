@@ -18,6 +18,23 @@ struct ListHead {
   long futex_offset;
   void* pending;
 };
+
+// The thread's list of before (glibc's, of robust mutexes) is its list again when this goes: a thread ends long after its
+// last function has returned, and the kernel reads the list then.
+struct ListInPlace {
+  void* before = nullptr;
+  size_t size = sizeof(ListHead);
+  bool set = false;
+
+  explicit ListInPlace(ListHead& head) {
+    if (syscall(SYS_get_robust_list, 0, &before, &size)) before = nullptr, size = sizeof head;
+    set = !syscall(SYS_set_robust_list, &head, sizeof head);
+  }
+  ~ListInPlace() {
+    if (set) syscall(SYS_set_robust_list, before, size);
+  }
+  ListInPlace(const ListInPlace&) = delete;
+};
 }  // namespace
 
 int RobustHold::take(RobustLock& lock, u32 inc) {
@@ -29,17 +46,18 @@ int RobustHold::take(RobustLock& lock, u32 inc) {
     head.first = &head;
     head.futex_offset = long(offsetof(RobustLock, word)) - long(offsetof(RobustLock, next));
     head.pending = &lock.next;
-    if (syscall(SYS_set_robust_list, &head, sizeof head)) {
+    const ListInPlace list(head);
+    if (!list.set) {
       taken.set_value(~0u);
       return;
     }
     u32 tid = u32(syscall(SYS_gettid)), expected = 0;
-    lock.next = &head;
     if (!lock.word.compare_exchange_strong(expected, tid)) {
       head.pending = nullptr;
       taken.set_value(expected);
       return;
     }
+    lock.next = &head;  // not before: until here it is another holder's
     lock.inc.store(inc);
     lock.pid.store(u32(getpid()));
     head.first = &lock.next;
