@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
@@ -46,14 +47,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(third: int) -> list[tuple[str, abi.FailSite]]:
-    """A third of all ways and sites; each of the three tests has another."""
-    return [
-        (way, site)
-        for w, way in enumerate(WAYS)
-        for s, site in enumerate(SITES)
-        if (w + s) % 3 == third and not (way == "replicated" and site == abi.FailSite.ROWS)
-    ]
+def every_way_and_site(third: int) -> pytest.MarkDecorator:
+    """All ways and sites. A third of them, another one for each of the three tests, is not long."""
+    found = []
+    for (w, way), (s, site) in product(enumerate(WAYS), enumerate(SITES)):
+        if way == "replicated" and site == abi.FailSite.ROWS:
+            continue  # nothing is sent
+        marks = () if (w + s) % 3 == third else (pytest.mark.long,)
+        found.append(pytest.param(way, site, marks=marks, id=f"{way}-{site.name.lower()}"))
+    return pytest.mark.parametrize(("way", "site"), found)
 
 
 def geometry(way: dict[str, Any]) -> abi.Geometry:
@@ -168,13 +170,7 @@ class Serving:
         self.world.close()
 
 
-def named(cases: list[tuple[str, abi.FailSite]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("way", "site"), cases, ids=[f"{way}-{site.name.lower()}" for way, site in cases]
-    )
-
-
-@named(cases(0))
+@every_way_and_site(0)
 def test_a_death_leaves_no_wrong_row(way: str, site: abi.FailSite) -> None:
     with Serving(way) as serving:
         world = serving.world
@@ -194,7 +190,7 @@ def test_a_death_leaves_no_wrong_row(way: str, site: abi.FailSite) -> None:
         assert all(at - died < 15_000_000_000 for at in serving.torn_at.values())
 
 
-@named(cases(1))
+@every_way_and_site(1)
 def test_a_rank_that_stops_and_goes_on_late_gives_and_takes_no_wrong_row(
     way: str, site: abi.FailSite
 ) -> None:
@@ -214,7 +210,7 @@ def test_a_rank_that_stops_and_goes_on_late_gives_and_takes_no_wrong_row(
         done.result()
 
 
-@named(cases(2))
+@every_way_and_site(2)
 def test_a_rank_that_is_left_behind_and_goes_on_gives_and_takes_no_wrong_row(
     way: str, site: abi.FailSite
 ) -> None:
