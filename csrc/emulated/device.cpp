@@ -46,8 +46,10 @@ void Device::run(const Kernel& kernel) {
   std::unique_lock<std::mutex> lock(mutex_);
   grid.number = ++grids_;
   waiting_.push_back(&grid);
-  for (uint32_t i = idle_; i < kernel.grid && i < 2 * settings().sms; ++i) {
-    ++idle_;
+  blocks_ += kernel.grid;
+  // Kernels wait for each other: a host thread for every block that an SM has room for.
+  while (idle_ < blocks_ && workers_ < settings().sms * kBlocksPerSm) {
+    ++idle_, ++workers_;
     std::thread([this] { work(); }).detach();
   }
   work_.notify_all();
@@ -65,7 +67,7 @@ void Device::work() {
     if (grid->next == k.grid) waiting_.pop_front();
     threads_ += k.threads;
     shared_ += k.shared_bytes;
-    --idle_;
+    --idle_, --blocks_;
     lock.unlock();
     run_block(k, index, grid->number);
     lock.lock();

@@ -11,7 +11,7 @@
 
 namespace epe {
 
-constexpr uint32_t kThreadsPerSm = 2048, kSharedPerSm = 228 * 1024;
+constexpr uint32_t kThreadsPerSm = 2048, kBlocksPerSm = 4, kSharedPerSm = 228 * 1024;
 
 // Set by environment variables, read once: ELASTICEP_EMULATED_DEVICES, _SMS, _SEED.
 struct Settings {
@@ -47,7 +47,7 @@ class Device {
   std::condition_variable work_, done_;
   std::deque<Grid*> waiting_;    // grids of which blocks have not begun
   uint64_t grids_ = 0;
-  uint32_t threads_ = 0, idle_ = 0;
+  uint32_t threads_ = 0, idle_ = 0, workers_ = 0, blocks_ = 0;  // blocks that have not begun
   size_t shared_ = 0;
 };
 

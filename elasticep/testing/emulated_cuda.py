@@ -49,6 +49,7 @@ def environment(*, devices: int = 2, sms: int = 4, seed: int = 0) -> dict[str, s
     """
     return {
         VARIABLE: str(path()),
+        "OMP_NUM_THREADS": "1",  # torch's threads would wait for work on the cores of the emulated GPU
         "ELASTICEP_EMULATED_DEVICES": str(devices),
         "ELASTICEP_EMULATED_SMS": str(sms),
         "ELASTICEP_EMULATED_SEED": str(seed),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
-from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.errors import NativeError
 from elasticep.native import abi
 from elasticep.native import cuda as native
@@ -19,9 +18,10 @@ FORMATS = "tests.gpu.programs_formats"
 D, S, L = abi.Dtype, abi.ScaleLayout, abi.RowLayout
 
 
-def on_one_card(shape: bytes, ranks: int, pool: FleetPool | None = SHARED, **options: Any) -> Fleet:
+def on_one_card(shape: bytes, ranks: int, *, alone: bool = False, **options: Any) -> Fleet:
     limits = {"exchange_timeout_ms": 5000, "step_timeout_ms": 10_000}
-    return Fleet(FleetSpec(geometry=shape, **one_card(ranks), **limits, **options), pool)
+    spec = FleetSpec(geometry=shape, **one_card(ranks), **limits, **options)
+    return Fleet(spec, None if alone else SHARED)
 
 
 def test_the_structures_have_one_size_on_both_sides() -> None:
@@ -135,7 +135,7 @@ def test_more_slots_than_fit_into_shared_memory_are_refused() -> None:
 
 def test_case_22_capturing_and_replaying_takes_no_memory() -> None:
     shapes = [exchange(64, **kind) for kind in PRESETS.values() if not kind.get("cpu_sync")]
-    with on_one_card(geometry(1, shapes, experts=16), 1, pool=None) as f:
+    with on_one_card(geometry(1, shapes, experts=16), 1, alone=True) as f:
         (result,) = f.run(f"{FORMATS}:captured_memory")
     assert result["complete"] == 50
     assert result["torch"] == 0
