@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "device.h"
+#include "fiber.h"
 
 namespace {
 
@@ -63,16 +64,20 @@ CUresult reserve(CUdeviceptr* out, size_t bytes, size_t, CUdeviceptr, unsigned l
   void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   *out = reinterpret_cast<CUdeviceptr>(p);
+  epe::reserve_regions(*out, bytes);
   return CUDA_SUCCESS;
 }
 CUresult free_address(CUdeviceptr at, size_t bytes) {
+  epe::forget_regions(at);
   return munmap(reinterpret_cast<void*>(at), bytes) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult map(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
   struct stat s;
   if (fstat(fd_of(handle), &s) || offset + bytes > size_t(s.st_size)) return CUDA_ERROR_INVALID_VALUE;
   void* p = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd_of(handle), off_t(offset));
-  return p == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+  if (p == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
+  epe::map_region(at, bytes);
+  return CUDA_SUCCESS;
 }
 CUresult unmap(CUdeviceptr at, size_t bytes) {
   void* p = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);

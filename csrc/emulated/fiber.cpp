@@ -102,6 +102,7 @@ void Block::run() {
   }
   resume_next(nullptr);
   if (alive) stuck("no thread can go on");
+  while (!held.empty()) take_held(0);
   if (!bulk.empty()) stuck("it ended while bulk copies were on their way to it");
   for (Fiber* f : fibers)
     if (memcmp(reinterpret_cast<uint8_t*>(f) + sizeof(Fiber), &kCanary, sizeof kCanary)) stuck("a thread's stack overflowed");
@@ -131,6 +132,7 @@ void Block::give_way(Fiber* f) {
 void Block::maybe_pause(Fiber* f) {
   if (!shuffled || dice.below(8)) return;
   if (!bulk.empty() && dice.below(2)) take_bulk(dice.below(uint32_t(bulk.size())));
+  if (!held.empty() && dice.below(2)) take_held(dice.below(uint32_t(held.size())));
   if (!dice.below(256)) nap();
   give_way(f);
 }
@@ -165,6 +167,7 @@ void Block::meet(Fiber* f, uint64_t value, Place where) {
 
 void Block::close_meeting() {
   last_sum = sum, last_any = any, last_all = all;
+  ++meetings;
   come = 0;
   idle = 0;
   for (Fiber* f : fibers)
@@ -204,6 +207,7 @@ void Block::close_warp(uint32_t warp) {
     }
   }
   w.come = 0;
+  ++w.meetings;
 }
 
 // The end of a thread: those who wait at a meeting wait for one less.

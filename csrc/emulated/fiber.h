@@ -37,6 +37,7 @@ struct Fiber {
 
 struct Warp {
   uint32_t alive, come;  // lanes as bits
+  uint64_t meetings;
   Place at;
   uint64_t values[32];   // what all brought to the last meeting
 };
@@ -63,6 +64,16 @@ struct Bulk {
   BulkBarrier* barrier; // a load says there that it is done
   Fiber* issuer;
   uint32_t group;       // of the issuer, for a store
+};
+
+// A store to memory of another rank that nobody there sees yet. It is carried out when a thread fences that has met its
+// writer since, at the latest when the block ends, and not in the order of the program: whoever needs an order has to fence.
+struct Held {
+  void* to;
+  uint8_t bytes[16];
+  uint32_t size;
+  const Fiber* writer;
+  uint64_t block_meetings, warp_meetings;  // until then
 };
 
 // A pseudo-random choice; the same for the same seed.
@@ -93,6 +104,8 @@ struct Block {
   size_t first = 0;       // ready[first..] wait for their turn
   std::vector<Warp> warps;
   std::vector<Bulk> bulk;
+  std::vector<Held> held;
+  uint64_t meetings = 0;
 
   void run();             // to the end of all threads
   void give_way(Fiber* f);                     // to whoever is ready
@@ -101,17 +114,26 @@ struct Block {
   void look(Fiber* f, const void* at, uint64_t value); // a polling load has read `value`
   void maybe_pause(Fiber* f);                  // shuffled: now and then to others
   void leave(Fiber* f);
+  void store(Fiber* f, void* to, const void* from, uint32_t bytes);  // 4, 8 or 16 bytes, as one
+  void fence(Fiber* f);
   void store_bulk(Fiber* f, void* to, const void* from, uint32_t bytes);
   void load_bulk(Fiber* f, void* to, const void* from, uint32_t bytes, BulkBarrier* barrier);
   void await_bulk(Fiber* f, uint32_t keep);    // its stores, but for the last `keep` groups
 
  private:
   void take_bulk(size_t i);
+  void take_held(size_t i);
   void resume_next(Fiber* from);
   void close_meeting();
   void close_warp(uint32_t warp);
   [[noreturn]] void stuck(const char* why) const;
 };
+
+// Address space that one rank reserved for the regions of all, of which the one that it mapped first is its own.
+void reserve_regions(uintptr_t base, size_t bytes);
+void map_region(uintptr_t at, size_t bytes);
+void forget_regions(uintptr_t base);
+bool of_a_peer(const void* at);
 
 // Ends the process: what a kernel did has no meaning on a GPU either.
 [[noreturn]] void fail(const char* why, const char* file, int line);

@@ -21,14 +21,8 @@ inline u32 load_relaxed(const u32* p) {
   epe::here()->block->maybe_pause(epe::here());
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-inline void store_relaxed(u64* p, u64 v) {
-  epe::here()->block->maybe_pause(epe::here());
-  __atomic_store_n(p, v, __ATOMIC_RELAXED);
-}
-inline void store_relaxed(u32* p, u32 v) {
-  epe::here()->block->maybe_pause(epe::here());
-  __atomic_store_n(p, v, __ATOMIC_RELAXED);
-}
+inline void store_relaxed(u64* p, u64 v) { epe::here()->block->store(epe::here(), p, &v, sizeof v); }
+inline void store_relaxed(u32* p, u32 v) { epe::here()->block->store(epe::here(), p, &v, sizeof v); }
 
 // Aligned 16-byte moves are single accesses on every CPU with AVX (the library refuses others).
 inline TaggedWord load_whole(const TaggedWord* p) {
@@ -47,17 +41,9 @@ inline TaggedWord load_relaxed(const TaggedWord* p) {
   epe::here()->block->maybe_pause(epe::here());
   return load_whole(p);
 }
-inline void store_relaxed(TaggedWord* p, TaggedWord v) {
-  epe::here()->block->maybe_pause(epe::here());
-  __m128i whole;
-  memcpy(&whole, &v, sizeof whole);
-  asm volatile("movdqa %1,%0" : "=m"(*reinterpret_cast<__m128i*>(p)) : "x"(whole) : "memory");
-}
+inline void store_relaxed(TaggedWord* p, TaggedWord v) { epe::here()->block->store(epe::here(), p, &v, sizeof v); }
 
-inline void fence_system() {
-  epe::here()->block->maybe_pause(epe::here());
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-}
+inline void fence_system() { epe::here()->block->fence(epe::here()); }
 
 // Another clock than the host's, which stands still for a microsecond, like the real one.
 inline u64 wall_ns() {
@@ -69,7 +55,7 @@ inline u64 wall_ns() {
 inline int4 load_stream(const void* p) {
   return *static_cast<const int4*>(p);
 }
-inline void store_stream(void* p, int4 v) { *static_cast<int4*>(p) = v; }
+inline void store_stream(void* p, int4 v) { epe::here()->block->store(epe::here(), p, &v, sizeof v); }
 
 // Kernels of a stream run one after another.
 inline void wait_for_previous_kernel() { epe::here()->block->maybe_pause(epe::here()); }
