@@ -10,6 +10,8 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from elasticep.errors import ConfigError
+from elasticep.geometry import MAX_RANKS
 from elasticep.testing.raw import bf16
 
 DTYPES: Final = {"bf16": 2, "fp32": 4}
@@ -37,6 +39,16 @@ class Case:
     topk: int
     dtype: str = "bf16"
     seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for sizes that nobody could exchange."""
+        for name in ("ranks", "tokens", "hidden", "experts", "topk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(f"ranks is {self.ranks}; a group has at most {MAX_RANKS}")
+        if self.topk > self.experts:
+            raise ConfigError(f"topk is {self.topk} of {self.experts} experts; lower it")
 
     @property
     def row_bytes(self) -> int:

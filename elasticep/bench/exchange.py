@@ -355,12 +355,14 @@ def _numbers(text: str) -> list[int]:
 @click.option("--experts", default=384, show_default=True)
 @click.option("--topk", default=6, show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
-@click.option("--launch", default="service", show_default=True, help="service, inline or both.")
+@click.option("--launch", type=click.Choice(["service", "inline", "both"]), default="service",
+              show_default=True)  # fmt: skip
 @click.option("--peers", "peer_names", default="gloo,mpi", show_default=True, help="'' for none.")
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--round-seconds", default=0.2, show_default=True, help="Of each system.")
-@click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
-@click.option("--plot", "plot_path", metavar="PNG", help="Draw the ratios.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--round-seconds", type=click.FloatRange(min=0.001, max=3600), default=0.2,
+              show_default=True, help="Of each system.")  # fmt: skip
+@report.output_option
+@report.plot_option
 def _command(**options: Any) -> None:
     known = [name for name in PRESET_NAMES if name != "AUTO"]
     asked = options["preset"].upper()
@@ -376,10 +378,13 @@ def _command(**options: Any) -> None:
         for tokens in _numbers(options["tokens"])
     ]
     names = [name for name in options["peer_names"].split(",") if name]
+    strange = [name for name in names if name not in peers.NAMES]
+    if strange:
+        raise ConfigError(f"no peer {strange[0]!r} here; use {', '.join(peers.NAMES)}")
     result = run(cases, presets, launches, names, options["rounds"], options["round_seconds"])
+    result.finish(options["output"])
     if options["plot_path"]:
         _plot(options["plot_path"], result)
-    result.finish(options["output"])
 
 
 def _plot(path: str, result: report.Report) -> None:

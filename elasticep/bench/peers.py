@@ -23,6 +23,7 @@ from elasticep.bench.case import Case
 
 GLOO: Final = "elasticep.bench.peers:GlooRank"
 MPI: Final = "elasticep.bench.peers:MpiRank"
+NAMES: Final = ("gloo", "mpi")
 
 
 def absent(name: str) -> str | None:

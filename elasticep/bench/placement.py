@@ -23,7 +23,7 @@ from elasticep.bench.placement_cases import (
     synthetic,
 )
 from elasticep.bench.placement_plot import draw
-from elasticep.bench.report import Report, Table, verdict
+from elasticep.bench.report import Report, Table, output_option, plot_option, verdict
 
 PLANNERS: Final = {"elasticep": run_planner, "greedy": run_greedy}
 GOAL_MS: Final = 10.0
@@ -173,12 +173,24 @@ def as_plain(summary: Summary) -> dict[str, Any]:
 
 @click.command("placement")
 @click.option("--data", type=click.Path(exists=True, file_okay=False), help="Recorded loads.")
-@click.option("--pairs", default=100, show_default=True, help="Most pairs of recorded domains.")
-@click.option("--repeats", default=15, show_default=True, help="Runs per time; the median counts.")
-@click.option("--plot", "picture", type=click.Path(dir_okay=False), help="Write a PNG.")
-@click.option("--output", type=click.Path(dir_okay=False), help="Write JSON; - for standard out.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Most pairs of recorded domains.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=15,
+    show_default=True,
+    help="Runs per time; the median counts.",
+)
+@plot_option
+@output_option
 def _command(
-    data: str | None, pairs: int, repeats: int, picture: str | None, output: str | None
+    data: str | None, pairs: int, repeats: int, plot_path: str | None, output: str | None
 ) -> None:
     """Plan with our planner and with a plain greedy, side by side."""
     sized = list(synthetic())
@@ -195,8 +207,8 @@ def _command(
         for case in cases
     }
     report.finish(output)
-    if picture:
-        draw(picture, report.figures)
+    if plot_path:
+        draw(plot_path, report.figures)
 
 
 def main(arguments: Sequence[str]) -> int:

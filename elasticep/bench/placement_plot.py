@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from elasticep.errors import ConfigError
+from elasticep.bench.report import drawing, save
 
 # (field of both planners' figures, title, unit, subtract and scale so that 0 is ideal)
 PANELS = (
@@ -24,18 +24,11 @@ def draw(path: str, found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Non
         found: figures[case][planner][field], as in the bench's JSON.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install elasticep[plot]") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases = list(found)
     height = 1.6 + 0.55 * len(cases)
-    figure, panels = pyplot.subplots(
+    figure, panels = drawing().subplots(
         1, len(PANELS), figsize=(17, height), layout="constrained", sharey=True
     )
     for axes, (field, title, unit, ideal, scale) in zip(panels, PANELS, strict=True):
@@ -51,5 +44,4 @@ def draw(path: str, found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Non
     panels[0].set_yticks(range(len(cases)), cases)
     panels[0].invert_yaxis()
     panels[0].legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)

@@ -21,6 +21,7 @@ from elasticep.bench import recovery_planes, report
 from elasticep.bench.ranks import MAX_BYTES, BenchError, RankSet, decode
 from elasticep.bench.recovery_engine import Work
 from elasticep.bench.recovery_planes import ClusterPlane, LocalPlane, Plane
+from elasticep.geometry import MAX_RANKS
 from elasticep.group import Timeouts
 
 ENGINE: Final = "elasticep.bench.recovery_engine:RecoveryRank"
@@ -263,7 +264,7 @@ def count_restored(result: report.Report, found: list[Recovery]) -> None:
 
 
 @click.command(name="recovery", help=__doc__)
-@click.option("--kills", default=10, show_default=True)
+@click.option("--kills", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--kill", "what", type=click.Choice(["worker", "engine", "hang"]), default="worker",
               show_default=True, help="hang: SIGSTOP of a worker.")  # fmt: skip
 @click.option("--plane", "plane_name", type=click.Choice(["cluster", "local"]), default="cluster",
@@ -274,12 +275,12 @@ def count_restored(result: report.Report, found: list[Recovery]) -> None:
               "from backups in the memory of other nodes.")  # fmt: skip
 @click.option("--unit-bytes", default=1 << 20, show_default=True, help="Of an expert that is lost.")
 @click.option("--lease-ttl-s", default=2, show_default=True, help="Of the leading controller.")
-@click.option("--ranks", "count", default=8, show_default=True)
+@click.option("--ranks", "count", type=click.IntRange(2, MAX_RANKS), default=8, show_default=True)
 @click.option("--layers", default=4, show_default=True, help="Exchanges of a step.")
-@click.option("--hang-timeout-ms", default=1000, show_default=True)
+@click.option("--hang-timeout-ms", type=click.IntRange(min=2), default=1000, show_default=True)
 @click.option("--launch", type=click.Choice(["service", "inline"]), default="service")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
+@report.output_option
 def _command(**options: Any) -> None:
     work = Work(layers=options["layers"])
     what, count = options["what"], options["count"]

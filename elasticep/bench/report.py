@@ -64,7 +64,11 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
 
     def finish(self, output: str | None) -> None:
-        """Print the tables, or JSON for `-`; write JSON to the file `output` if it is one."""
+        """Print the tables, or JSON for `-`; write JSON to the file `output` if it is one.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         self.machine["load_after"] = load()
         if output == "-":
             click.echo(self.json())
@@ -73,7 +77,13 @@ class Report:
         for table in self.tables:
             click.echo(table.text() + "\n")
         if output:
-            Path(output).write_text(self.json() + "\n")
+            try:
+                Path(output).write_text(self.json() + "\n")
+            except OSError as error:
+                raise ConfigError(
+                    f"{output} cannot be written ({error.strerror}); the tables above are all "
+                    "that is left of this run"
+                ) from None
             click.echo(f"figures: {output}")
 
     def machine_line(self) -> str:
@@ -185,15 +195,9 @@ def plot(path: str, title: str, unit: str, bars: Mapping[str, Mapping[str, float
     """A PNG of grouped bars: `bars[group][series]`.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install elasticep[plot]") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     series = list(dict.fromkeys(name for group in bars.values() for name in group))
     figure, axes = pyplot.subplots(figsize=(1.5 + 1.4 * len(bars), 4), layout="constrained")
     width = 0.8 / max(1, len(series))
@@ -205,11 +209,67 @@ def plot(path: str, title: str, unit: str, bars: Mapping[str, Mapping[str, float
     axes.set_title(title)
     if series:
         axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
+
+
+def drawing() -> Any:
+    """`matplotlib.pyplot` for files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; install elasticep[plot]") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure to a file, and forget it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
+    finally:
+        drawing().close(figure)
 
 
 # ---- command line
+
+
+def _writable(_context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+    """Found out before anything is measured: whether a file can be written to `path`."""
+    if path in (None, "-"):
+        return path
+    place = Path(path)
+    if place.is_dir() or not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written to; name a file in a folder that is")
+    return path
+
+
+def _drawable(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    if path is not None:
+        drawing()
+    return _writable(context, option, path)
+
+
+output_option = click.option(
+    "--output",
+    metavar="FILE",
+    callback=_writable,
+    help="Write JSON; - prints it instead of tables.",
+)
+plot_option = click.option(
+    "--plot", "plot_path", metavar="PNG", callback=_drawable, help="Draw a figure."
+)
 
 
 def run_command(command: click.Command, words: Sequence[str]) -> int:

@@ -110,11 +110,15 @@ def one_set(
 @click.option("--hidden", default=5120, show_default=True)
 @click.option("--experts", default=384, show_default=True)
 @click.option("--topk", default=6, show_default=True)
-@click.option("--exchanges", default=8, show_default=True, help="Of a step.")
+@click.option(
+    "--exchanges", type=click.IntRange(min=1), default=8, show_default=True, help="Of a step."
+)
 @click.option("--launch", type=click.Choice(["service", "inline"]), default="service")
-@click.option("--sets", default=12, show_default=True)
-@click.option("--pairs", default=12, show_default=True, help="Of each set.")
-@click.option("--output", metavar="FILE", help="Write JSON; - prints it instead of tables.")
+@click.option("--sets", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option(
+    "--pairs", type=click.IntRange(min=1), default=12, show_default=True, help="Of each set."
+)
+@report.output_option
 def _command(**options: Any) -> None:
     sizes = {name: options[name] for name in ("tokens", "hidden", "experts", "topk")}
     case = Case(ranks=options["count"], **sizes)

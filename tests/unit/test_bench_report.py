@@ -1,6 +1,7 @@
 """Statistics, tables and cases of the benches."""
 
 import json
+from pathlib import Path
 
 import click
 import numpy as np
@@ -71,6 +72,54 @@ def test_report_prints_tables_and_writes_figures(
         written = json.load(file)
     assert written["figures"] == {"x": [1, 2]}
     assert written["machine"]["cores"] >= 1
+
+
+@pytest.mark.parametrize("bench", ["exchange", "recovery", "steady --against .", "placement"])
+@pytest.mark.parametrize("path", ["{tmp}", "{tmp}/none/of.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bench: str, path: str
+) -> None:
+    place = path.format(tmp=tmp_path)
+    assert entry.main([*bench.split(), "--output", place]) == 2
+    said = capsys.readouterr()
+    assert f"{place} cannot be written to; name a file in a folder that is" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("exchange --ranks 0", "ranks is 0; it must be at least 1"),
+        ("exchange --ranks 129", "ranks is 129; a group has at most 128"),
+        ("exchange --hidden -8", "hidden is -8; it must be at least 1"),
+        ("exchange --topk 9 --experts 8", "topk is 9 of 8 experts"),
+        ("exchange --tokens 0", "has a number below 1"),
+        ("exchange --tokens many", "is not a list of numbers"),
+        ("exchange --rounds 0", "Invalid value for '--rounds'"),
+        ("exchange --round-seconds -1", "Invalid value for '--round-seconds'"),
+        ("exchange --launch later", "Invalid value for '--launch'"),
+        ("exchange --preset NONE", "no preset 'NONE' here; use ALLGATHER"),
+        ("exchange --peers nccl", "no peer 'nccl' here; use gloo, mpi"),
+        ("recovery --kills 0", "Invalid value for '--kills'"),
+        ("recovery --ranks 1", "Invalid value for '--ranks'"),
+        ("steady --against . --pairs 0", "Invalid value for '--pairs'"),
+        ("placement --repeats 0", "Invalid value for '--repeats'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert entry.main(words.split()) in (1, 2)
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_tables_are_there_when_the_disk_is_full(capsys: pytest.CaptureFixture[str]) -> None:
+    made = report.Report("test", [report.Table("a table", ["column"], [["cell"]])])
+    with pytest.raises(ConfigError, match=r"/dev/full cannot be written .*No space left"):
+        made.finish("/dev/full")
+    assert "| cell" in capsys.readouterr().out
 
 
 def test_errors_are_one_line_and_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
