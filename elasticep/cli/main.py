@@ -5,6 +5,7 @@ of `SUBCOMMANDS`. Modules are imported when their command runs, so `elasticep --
 completion stay fast and a daemon never imports what only the demo needs.
 """
 
+import errno
 import importlib
 import importlib.util
 import sys
@@ -33,6 +34,9 @@ SUBCOMMANDS: dict[str, str] = {
     "sim": "Break a simulated cluster in every way, and see that it holds.",
     "demo": "Serve a small model and kill a rank under it.",
 }
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _exists(name: str) -> bool:
@@ -70,11 +74,18 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; an `ElasticEPError` becomes one line on stderr and exit status 1."""
+    """Run the command line; an `ElasticEPError`, and a full disk, become one line on stderr and
+    exit status 1."""
     try:
         cli.main()
     except ElasticEPError as error:
         click.echo(f"error: {error.reason}: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        place = error.filename or "where output or temporary files (TMPDIR) go"
+        click.echo(f"error: DISK_FULL: {error.strerror}: {place}; make room there", err=True)
         sys.exit(1)
 
 

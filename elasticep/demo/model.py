@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
 from elasticep.demo.settings import ModelSizes
 from elasticep.engines.transformers import make_rowwise
+from elasticep.errors import ConfigError
 
 VOCABULARY: Final = 256  # bytes
 # Wide enough that the answers differ from request to request.
@@ -67,8 +69,18 @@ def skew_router(model: Any, sizes: ModelSizes) -> None:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write a checkpoint as Hugging Face has them, for the daemons to take experts from."""
-    model.save_pretrained(folder)
+    """Write a checkpoint as Hugging Face has them, for the daemons to take experts from.
+
+    Raises:
+        ConfigError: it cannot be written to `folder`.
+    """
+    try:
+        model.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"the demo's model cannot be written to {folder} ({error}); make room there, or let "
+            "TMPDIR name another folder"
+        ) from None
 
 
 class RowCache:

@@ -1,5 +1,7 @@
 """The command line as a whole: what every command has in common."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -34,6 +36,21 @@ def test_a_time_limit_that_leaves_no_time_is_refused(line: str, seconds: str) ->
     code, text = run(f"{line} --timeout {seconds}")
     assert code == 2
     assert "Invalid value for '--timeout'" in text
+
+
+def test_a_full_disk_is_one_line() -> None:
+    words = ["plan", "--model", "deepseek-v3", "--ranks", "8", "--tokens", "64"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticep.cli.main", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: DISK_FULL: No space left on device: where output or")
+    assert len(done.stderr.splitlines()) == 1
 
 
 class Standby(controller_pb2_grpc.ControllerServiceServicer):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from elasticep.demo.journal import Assignment  # noqa: E402
-from elasticep.demo.model import build_model, prepare, skew_router  # noqa: E402
+from elasticep.demo.model import build_model, prepare, save_model, skew_router  # noqa: E402
 from elasticep.demo.reference import rowwise_model, run_reference  # noqa: E402
 from elasticep.demo.settings import ModelSizes  # noqa: E402
+from elasticep.errors import ConfigError  # noqa: E402
 
 SIZES = ModelSizes(layers=2, hidden=64, experts=8, topk=2)
 LENGTH = 24
@@ -38,6 +40,14 @@ def test_a_request_has_the_same_logits_alone_and_in_any_batch(model: Any) -> Non
         alone = run_reference(model, SIZES, numbered(some), LENGTH)
         assert alone.tokens == [together.tokens[n] for n in some]
         assert alone.sums == [together.sums[n] for n in some]
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_refused_by_name(
+    model: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=rf"{tmp_path} \(.*No space left.*TMPDIR"):
+        save_model(model, tmp_path)
 
 
 def test_it_is_the_model_whose_blocks_are_its_own(model: Any) -> None:
