@@ -104,6 +104,8 @@ class Inputs:
         self._check_memory("topk_weights", weights)
         if scales is not None:
             self._check_memory("x_scales", scales)
+        if not global_scale > 0:
+            self._wrong("global_scale", f"value {global_scale}", "one above 0")
         self.check_cap(tokens)
         return DispatchInput(
             x.data_ptr() or None,

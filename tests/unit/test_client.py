@@ -8,17 +8,6 @@ from elasticep.client.session import Session
 from elasticep.errors import UsageError
 from tests.unit.client_double import EXPERTS, LAYERS, DoubleHandle, batch, config
 
-
-@pytest.fixture
-def handle() -> DoubleHandle:
-    return DoubleHandle()
-
-
-@pytest.fixture
-def session(handle: DoubleHandle) -> Session:
-    return Session(handle, config(), rank=0, incarnation=1)
-
-
 # ---- view and weights
 
 

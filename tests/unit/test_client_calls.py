@@ -14,16 +14,6 @@ from tests.unit.client_double import CAP, HIDDEN, RANKS, TOPK, DoubleHandle, bat
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture
-def handle() -> DoubleHandle:
-    return DoubleHandle()
-
-
-@pytest.fixture
-def session(handle: DoubleHandle) -> Session:
-    return Session(handle, config(), rank=0, incarnation=1)
-
-
 def test_exchange_by_name_and_by_spec_is_the_same(session: Session) -> None:
     by_name = session.exchange("wide")
     assert session.exchange(config().exchanges[1][1]) is by_name
@@ -155,6 +145,16 @@ def test_wrong_tensors_are_refused_before_anything_is_written(
         assert "dispatch_send" not in handle.names
         exchange.combine(0, exchange.dispatch(0, *batch()))
     assert step.complete
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_a_global_scale_that_is_none_is_refused(
+    session: Session, handle: DoubleHandle, scale: float
+) -> None:
+    exchange = session.exchange("decode")
+    with session.step(), pytest.raises(TensorError, match=r"global_scale .*it needs one above 0"):
+        exchange.dispatch(0, *batch(), global_scale=scale)
+    assert "dispatch_send" not in handle.names
 
 
 def test_cap_is_checked_before_anything_is_written(session: Session, handle: DoubleHandle) -> None:

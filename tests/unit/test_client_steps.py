@@ -13,17 +13,7 @@ from elasticep.errors import (
     StepTorn,
     UsageError,
 )
-from tests.unit.client_double import DoubleHandle, batch, config
-
-
-@pytest.fixture
-def handle() -> DoubleHandle:
-    return DoubleHandle()
-
-
-@pytest.fixture
-def session(handle: DoubleHandle) -> Session:
-    return Session(handle, config(), rank=0, incarnation=1)
+from tests.unit.client_double import DoubleHandle, batch
 
 
 def test_step_is_complete_only_after_its_end(session: Session) -> None:
