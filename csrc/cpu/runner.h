@@ -191,6 +191,7 @@ class Runner {
   u32 announced_ = 0;  // tokens that the posted cells name
   // The last wait at a barrier: whoever tries again there, after a time-out, waits on.
   struct { u64 step = 0, since_ns = 0; u32 rank = 0; } barrier_wait_;
+  u64 word_by_ = 0;             // left behind: until when the daemon's word is waited for
   bool barrier_shown_ = false;  // its wait record stands, though a signal interrupted it
   struct Known {
     KnownView view;

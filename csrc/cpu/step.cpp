@@ -12,6 +12,7 @@ namespace ep {
 
 namespace {
 constexpr u64 kLook = 5'000'000;        // how long to sleep before looking at dead and fenced words unasked
+constexpr u64 kWordOfDaemon = 1'000'000'000;  // a rank that was left behind waits so long to hear why
 constexpr u64 kDoomedPause = 2'000'000;  // before the next barrier while a member of the view is dead
 
 u64 min_ns(u64 a, u64 b) { return a < b ? a : b; }
@@ -300,14 +301,27 @@ void Runner::agree(const BarrierDecision& d, ep_step_info* out) {
   out->settled = done_;
 }
 
-int Runner::expelled(const BarrierDecision& d) {
-  char text[EP_TEXT];
-  snprintf(text, sizeof text, "the other ranks went on without it in epoch %llu (why, `elasticep status` says: a drain, say)", (unsigned long long)d.epoch);
-  fence(*own_.header, inc_, d.epoch, text);
-  return fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, text);
-}
-
 static int interrupted() { return fail(EP_EINTR, "the barrier was interrupted by a signal; call again"); }
+
+// The others went on without this rank. Why, its daemon hears from the controller when they have said so.
+int Runner::expelled(const BarrierDecision& d) {
+  Header& h = *own_.header;
+  const u64 begin = now_ns();
+  if (!word_by_) word_by_ = begin + kWordOfDaemon;
+  bool signalled = false;
+  for (u64 now = begin; !is_fenced(h) && now < word_by_ && !called_off(0); now = now_ns()) {
+    if (signals_wait(signalled, begin, now)) return interrupted();
+    const u32 seen = h.runner_wake[0].load();
+    h.runner_asleep[0].store(kForFlags);
+    if (!is_fenced(h)) signalled = futex_wait(h.runner_wake[0], seen, min_ns(kLook, word_by_ - now));
+  }
+  if (!is_fenced(h)) {
+    char text[EP_TEXT];
+    snprintf(text, sizeof text, "the other ranks went on without it in epoch %llu, and its daemon has not said why; see `elasticep status`", (unsigned long long)d.epoch);
+    fence(h, inc_, d.epoch, text);
+  }
+  return fail(EP_EFENCED, "rank %u incarnation %u was expelled: %s", me_, inc_, h.fenced_text);
+}
 
 int Runner::barrier(u32 tokens, u64 timeout_ns, ep_step_info* out) {
   if (in_step_) return fail(EP_EUSAGE, "step_begin inside a step; end the step first");

@@ -6,6 +6,8 @@ but `wait`, and nothing but `enter` waits for the daemon.
 
 import ctypes
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
 
+_WORD_S: Final = 1.0
 POLICY_SERVE: Final = 1  # EP_POLICY_SERVE
 _EINTR: Final = int(abi.Error.EINTR)  # what a wait answers so that handlers of signals run
 
@@ -240,6 +243,16 @@ class CudaHandle:
     def fenced(self) -> Fenced | None:
         """Why this rank was expelled, if it was."""
         return expulsion(self._api.epc_session_fenced, self._session)
+
+    def expelled(self, epoch: int) -> Fenced:
+        """What a rank raises without which the others went on in `epoch`. Why, its daemon hears
+        from the controller when they have said so; that is waited for, for a second.
+        """
+        end, turn = time.monotonic() + _WORD_S, threading.Event()
+        while (fenced := self.fenced()) is None and time.monotonic() < end:
+            turn.wait(0.005)
+        text = "the others went on without it, and its daemon has not said why"
+        return fenced or Fenced(epoch, f"{text}; see `elasticep status`")
 
     def _check(self, code: int, what: str) -> None:
         if code == abi.Error.EFENCED:

@@ -23,7 +23,6 @@ from elasticep.client.view import View
 from elasticep.errors import (
     CapExceeded,
     ExpertsLost,
-    Fenced,
     StepTimeout,
     StepTorn,
     TensorError,
@@ -290,7 +289,7 @@ class CudaSession(Session):
         result = self._wait(step, Wait.ENDED)
         step._known = self._read(step, result)
         if result.status is StepStatus.EXPELLED:
-            raise self._cuda.fenced() or Fenced(result.epoch, "the others went on without it")
+            raise self._cuda.expelled(result.epoch)
         if result.status is StepStatus.TIMEOUT:
             raise StepTimeout(
                 f"step barrier: not all members came within the limit; step {result.step} did not "

@@ -282,7 +282,18 @@ def show(state: GroupState, now_ms: int, out: Outcome) -> None:
             if unsent and taken_in and (pending.shown or not seat.running):
                 pending.sent[seat.rank] = now_ms
                 told.setdefault(seat.node, []).append(seat.rank)
-        out.after.extend(ev.Propose(n, view, tuple(told[n])) for n in sorted(told))
+        out.after.extend(
+            ev.Propose(n, view, tuple(told[n]), _leaving(state, view, n)) for n in sorted(told)
+        )
+
+
+def _leaving(state: GroupState, view: View, node: str) -> tuple[tuple[int, str], ...]:
+    """Ranks of a node that are drained and that the view leaves out, and why."""
+    return tuple(
+        (seat.rank, seat.held)
+        for seat in state.seats_of(node)
+        if seat.phase is Phase.DRAINING and not view.holds(seat.rank, seat.incarnation)
+    )
 
 
 # ---- seats

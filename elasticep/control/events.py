@@ -229,11 +229,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Send a view to a node; these ranks of its own stage it."""
+    """Send a view to a node; these ranks of its own stage it, and the view leaves others of its own
+    out alive: (rank, why).
+    """
 
     node: str
     view: View
     ranks: tuple[int, ...]
+    leaving: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from elasticep.control import events as ev
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.loads import MAX_REPORT_BYTES
 from elasticep.control.records import Endpoint
-from elasticep.control.views import View
 from elasticep.errors import ConfigError
 from elasticep.group import GroupConfig
 from elasticep.policies import Policies
@@ -180,14 +179,18 @@ def fence_message(group: str, fence: ev.Fence) -> controller_pb2.ControllerMessa
 
 
 def proposal_message(
-    view: View, ranks: tuple[int, ...], endpoints: Mapping[str, Endpoint]
+    propose: ev.Propose, endpoints: Mapping[str, Endpoint]
 ) -> controller_pb2.ControllerMessage:
     """The message of a proposal, with the endpoints of all members' nodes."""
+    view = propose.view
     names = sorted({member.node for member in view.members})
     return controller_pb2.ControllerMessage(
         proposal=controller_pb2.Proposal(
             view=view.to_proto(),
             nodes=[endpoints[name].to_proto() for name in names if name in endpoints],
-            stage_ranks=ranks,
+            stage_ranks=propose.ranks,
+            leaving=[
+                controller_pb2.Leaving(rank=rank, reason=why) for rank, why in propose.leaving
+            ],
         )
     )

@@ -225,8 +225,11 @@ class GroupState:
         if seat.since:
             self.left.append(Left(seat.member))
         out.save(seat.record())
+        epoch, view = self.next_epoch, self.view  # the first one without it
+        if view is not None and seat.since and not view.holds(seat.rank, seat.incarnation):
+            epoch = view.epoch  # it was drained
         (out.now if at_once and seat.written else out.after).extend(
-            ev.Fence(node, seat.rank, seat.incarnation, self.next_epoch, why)
+            ev.Fence(node, seat.rank, seat.incarnation, epoch, why)
             for node in sorted(self.connected)
             if seat.since or node == seat.node
         )

@@ -291,7 +291,7 @@ class Term:
                 continue  # it will say hello and hear it then
             if isinstance(send, ev.Propose):
                 endpoints = {name: node.endpoint for name, node in self.cluster.nodes.items()}
-                message = messages.proposal_message(send.view, send.ranks, endpoints)
+                message = messages.proposal_message(send, endpoints)
             elif isinstance(send, ev.Grant):
                 membership = self.cluster.membership(group)
                 message = messages.grant_message(membership.config, send, membership.policies)

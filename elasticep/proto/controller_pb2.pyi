@@ -605,6 +605,7 @@ class Proposal(_message.Message):
     VIEW_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     STAGE_RANKS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> _types_pb2.View: ...
     @_builtins.property
@@ -618,20 +619,49 @@ class Proposal(_message.Message):
         others when every joiner has.
         """
 
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedCompositeFieldContainer[Global___Leaving]:
+        """seats of the node that the view leaves out alive"""
+
     def __init__(
         self,
         *,
         view: _types_pb2.View | None = ...,
         nodes: _abc.Iterable[_types_pb2.NodeEndpoint] | None = ...,
         stage_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        leaving: _abc.Iterable[Global___Leaving] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "stage_ranks", b"stage_ranks", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "nodes", b"nodes", "stage_ranks", b"stage_ranks", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
+
+@_typing.final
+class Leaving(_message.Message):
+    """Why a view leaves a rank out that is not expelled: its engine is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):

@@ -45,6 +45,7 @@ class _Proposal:
         bank_fd: memfd with its tables.
         ranks: seats of this node that stage it.
         left_out: seats of this node, with incarnation, that the view leaves out alive.
+        leaving: why, of those that an operator drained.
     """
 
     epoch: int
@@ -52,6 +53,7 @@ class _Proposal:
     bank_fd: int
     ranks: set[int] = field(default_factory=set)
     left_out: dict[int, int] = field(default_factory=dict)
+    leaving: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class Stager:
                     self._failed(rank, incarnation, view.epoch, error)
                 return
             self._add(proposal)
+        proposal.leaving |= {leaving.rank: leaving.reason for leaving in message.leaving}
         for rank in ranks:
             proposal.ranks.add(rank)
             self._stage_soon(proposal, self._group.keepers[rank])
@@ -328,7 +331,7 @@ class Stager:
         if proposal is None:
             return
         for rank, incarnation in proposal.left_out.items():
-            reason = f"left out of epoch {epoch}"
+            reason = proposal.leaving.get(rank) or f"left out of epoch {epoch}"
             self._group.keepers[rank].apply(seats.Ended(incarnation, reason, epoch))
         needed = {r for p in self._proposals.values() for r in p.members}
         self._group.peers.keep_only(needed)

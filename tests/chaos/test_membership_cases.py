@@ -102,10 +102,11 @@ def test_case_25_scale_then_fault_then_scale(fleet: Fleet) -> None:
     torn = sum(len(e.torn()) for e in fleet.engines([0, 2, 3, 4]))
     fleet.progress([0, 2, 3, 4], 20)
     assert sum(len(e.torn()) for e in fleet.engines([0, 2, 3, 4])) == torn, "one fault, one repeat"
-    fleet.drain([0, 4])  # not just the last
+    epoch = fleet.drain([0, 4])  # not just the last
     fleet.members([2, 3])
     for rank in (0, 4):
-        fleet.ended(rank, "fenced")
+        fenced = fleet.ended(rank, "fenced")
+        assert (fenced["why"], fenced["epoch"]) == ("drained: a test", epoch)
     fleet.undrain([0, 4])
     fleet.open([0, 1, 4])
     fleet.members(range(5))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticep.errors import DaemonUnavailable, StepTimeout
+from elasticep.errors import DaemonUnavailable, Fenced, StepTimeout
 from elasticep.native import abi
 from elasticep.native.region import loads_offset
 from elasticep.testing.local_group import LocalGroup
@@ -163,3 +163,32 @@ def test_a_daemon_that_takes_no_connection_is_not_waited_for(tmp_path: Path) -> 
         assert time.monotonic() - began < 20
         for caller in held:
             caller.close()
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_was_left_behind_tells_why(launch: int, told: bool) -> None:
+    """Its daemon hears of it after the others went on, or never."""
+    g = geometry(3, exchange(), launch=launch)
+    with LocalGroup(g, timeouts=timeouts()) as group, ThreadPoolExecutor(3) as threads:
+        sessions = [group.session(rank) for rank in range(3)]
+        group.stage(1, 0, [0, 1, 2], spread(g, [0, 1, 2]))
+
+        def step(session: RawSession) -> int:
+            epoch = int(session.begin().epoch)
+            session.end()
+            return epoch
+
+        assert list(threads.map(step, sessions)) == [1, 1, 1]
+        group.stage(2, 1, [0, 1], spread(g, [0, 1]))
+        left = threads.submit(step, sessions[2])
+        assert list(threads.map(step, sessions[:2])) == [2, 2]
+        if told:
+            group.fence(2, 2, "drained: a new card")
+        why = "drained: a new card" if told else "went on without it in epoch 2"
+        with pytest.raises(Fenced, match=why):
+            left.result(60)
+        with pytest.raises(Fenced, match=why):
+            sessions[2].begin()
+        for session in sessions:
+            session.close()

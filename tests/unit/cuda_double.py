@@ -176,6 +176,9 @@ class Handle:
     def fenced(self) -> Fenced | None:
         return self.why
 
+    def expelled(self, epoch: int) -> Fenced:
+        return self.why or Fenced(epoch, "the others went on without it")
+
     def close(self) -> None:
         self.closed = True
 

@@ -21,6 +21,8 @@ def test_a_drained_rank_serves_until_the_others_have_left_it() -> None:
     assert world.view.reason == "rank 1 leaves: drained: new card"
     assert phases(world)[1] == "draining"
     assert not [s for s in (*out.now, *out.after) if isinstance(s, Fence)]
+    told = {s.node: s.leaving for s in out.after if isinstance(s, ev.Propose)}
+    assert told == {"a": ((1, "drained: new card"),), "b": ()}, "its own node hears why"
     world.run()
     world.barrier()
     assert phases(world)[1] == "fenced"
