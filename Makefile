@@ -87,7 +87,7 @@ format: $(DEPS)
 proto: $(DEPS)
 	$(PY) scripts/generate_protos.py
 
-# The model of a step, and every planted bug (docs/model); needs spin.
+# The models of a step and of the lead, and every planted bug (docs/model); needs spin.
 model:
 	bash docs/model/check.sh
 
