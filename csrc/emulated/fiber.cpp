@@ -66,8 +66,8 @@ void entry() {
   f->block->leave(f);
 }
 
-void nap() {
-  timespec t{0, kNapNs};
+void nap(long ns = kNapNs) {
+  timespec t{0, ns};
   nanosleep(&t, nullptr);
 }
 
@@ -134,6 +134,7 @@ void Block::maybe_pause(Fiber* f) {
   if (!bulk.empty() && dice.below(2)) take_bulk(dice.below(uint32_t(bulk.size())));
   if (!held.empty() && dice.below(2)) take_held(dice.below(uint32_t(held.size())));
   if (!dice.below(256)) nap();
+  if (!dice.below(1024)) nap(100 * kNapNs);  // as when ranks share a GPU in turn
   give_way(f);
 }
 

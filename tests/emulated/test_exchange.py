@@ -1,0 +1,109 @@
+"""Every way to exchange rows through the CUDA kernels, on emulated GPUs, against float64."""
+
+from typing import Any
+
+import pytest
+
+from elasticep.native import abi
+from elasticep.native import cuda as native
+from tests.emulated.fleets import fleet
+from tests.gpu.programs_bounds import BOUNDS, FP8_OUTPUTS
+from tests.gpu.shapes import PRESETS, C, D, L, R, S, exchange, geometry
+from tests.gpu.test_exchange import all_presets, judge
+
+STEPS = "tests.gpu.programs:steps"
+SIZES = (0, 1, 63, 64)
+FLOATS = (D.FP32, D.FP16, D.BF16)
+SMALL: dict[str, Any] = {"hidden": 256, "experts": 8, "topk": 3}
+WHOLE = {**SMALL, "hidden": 512}  # rows of fp8 with their scales are whole 16 bytes
+
+
+def mixed(ranks: int, exchanges: int = len(PRESETS)) -> list[list[tuple[int, list[int]]]]:
+    """Full batches, and steps in which every rank brings another number of rows."""
+    uneven = [
+        [(i, [SIZES[(step + r + i) % 4] for r in range(ranks)]) for i in range(exchanges)]
+        for step in (0, 1)
+    ]
+    return [[(i, [64] * ranks) for i in range(exchanges)], *uneven]
+
+
+@pytest.mark.parametrize("dtype", list(D))
+def test_every_preset_and_format(dtype: abi.Dtype) -> None:
+    with fleet(geometry(2, all_presets(64, dtype), **SMALL), 2) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(2)), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_three_ranks(processes: int) -> None:
+    with fleet(geometry(3, all_presets(64, D.BF16), **SMALL), 3, processes) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(3), weighted=processes == 1), BOUNDS[D.BF16])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bulk_copies(dtype: abi.Dtype) -> None:
+    """Rows of more than one piece, which is 8 KiB on the way out and 2 KiB on the way back."""
+    shape = geometry(2, all_presets(16, dtype), hidden=4608, experts=8, topk=3)
+    plans = [[(i, [16, 3]) for i in range(len(PRESETS))], [(i, [0, 1]) for i in range(8)]]
+    with fleet(shape, 2, plan=native.Plan.BULK) as f:
+        judge(f.run(STEPS, 180.0, plans=plans), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("tuning", [native.Tuning.NONE, native.Tuning.VIA_REGION])
+def test_batches_that_are_expanded_while_others_are_on_the_link(tuning: native.Tuning) -> None:
+    kinds = [PRESETS["expand_masked"], PRESETS["expand_sync"]]
+    shapes = [
+        exchange(1024, dispatch=d, masked_room=0, **k) for d in (D.BF16, D.FP32) for k in kinds
+    ]
+    shape = geometry(2, shapes, hidden=2048, experts=8, topk=2)
+    plans = [[(i, [70, 3]) for i in range(4)], [(i, [0, 130]) for i in range(4)]]
+    with fleet(shape, 2, tuning=tuning) as f:
+        judge(f.run(STEPS, 180.0, plans=plans), BOUNDS[D.BF16])
+
+
+def test_small_batches_as_separate_kernels() -> None:
+    kinds = ("low_latency", "expand_masked", "expand_sync", "expand_per_expert")
+    shapes = [exchange(64, dispatch=d, **PRESETS[k]) for k in kinds for d in (D.BF16, D.FP8)]
+    with fleet(geometry(2, shapes, **SMALL), 2, tuning=native.Tuning.UNFUSED) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(2, len(shapes))), BOUNDS[D.FP8])
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_halves_on_some_ranks_and_on_all(halves: int) -> None:
+    with fleet(geometry(3, all_presets(64, D.BF16), **SMALL), 3, 1) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(3), halves=halves), BOUNDS[D.BF16])
+
+
+def test_outputs_in_fp8() -> None:
+    shapes = [exchange(64, combine=D.FP8, **kind) for kind in PRESETS.values()]
+    with fleet(geometry(2, shapes, **WHOLE), 2) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(2)), FP8_OUTPUTS)
+
+
+def test_replicated_input() -> None:
+    all_ranks: dict[str, Any] = {"copies": C.ALL, "layout": L.ARRIVAL, "replicated": True}
+    shapes = [
+        exchange(64, **all_ranks),
+        exchange(64, reduce=R.PER_EXPERT, **all_ranks),
+        exchange(64, combine=D.FP8, **all_ranks),
+    ]
+    plans = [[(i, [n] * 3) for i in range(3)] for n in SIZES]
+    with fleet(geometry(3, shapes, **WHOLE, slots=16), 3, 3) as f:
+        judge(f.run(STEPS, 180.0, plans=plans, weighted=True), FP8_OUTPUTS)
+
+
+def test_scales_as_kernels_read_them() -> None:
+    shapes = [
+        exchange(64, layout=layout, dispatch=dtype, scales=scales)
+        for layout in (L.CONTIGUOUS, L.MASKED)
+        for dtype, scales in ((D.FP8, S.COLUMNS), (D.FP8, S.PACKED), (D.MXFP8, S.PACKED))
+    ]
+    shape = geometry(2, shapes, hidden=1152, experts=8, topk=3)
+    with fleet(shape, 2) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(2, len(shapes))), BOUNDS[D.MXFP8])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_in_random_order(seed: int) -> None:
+    """Threads, blocks and stores in an order that the hardware allows, too."""
+    with fleet(geometry(3, all_presets(64, D.BF16), **SMALL), 3, 3, seed) as f:
+        judge(f.run(STEPS, 180.0, plans=mixed(3)), BOUNDS[D.BF16])
