@@ -12,7 +12,8 @@ import structlog
 
 from elasticep.control import election, process
 from elasticep.control.election import Candidate, Election
-from elasticep.control.store import MemoryStore
+from elasticep.control.records import LEADER
+from elasticep.control.store import MemoryStore, Put
 from elasticep.control.store.memory import MemoryBackend
 
 
@@ -50,6 +51,41 @@ def test_a_candidate_survives_the_store_and_rubbish_is_nobody() -> None:
     assert Candidate.new("c", "host:1").id != me.id
     for value in (b"", b"{}", b"[1]", b'{"name": 1}', b"\xff"):
         assert Candidate.decode(value) == Candidate("unknown", "", "")
+
+
+@pytest.mark.parametrize("when", ["before", "while it is waited for"])
+def test_nobody_waits_for_the_lease_of_a_process_that_is_gone(when: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    holder = Candidate("old", "host:1", "1", process.identity(child.pid))
+
+    def die() -> None:
+        child.kill()
+        child.communicate()
+
+    async def scenario() -> None:
+        backend = MemoryBackend(clock=lambda: 0.0)  # no lease ever ends
+        store = MemoryStore(backend)
+        lease = await store.lease_grant(60, deadline_s=60.0)
+        await store.transact((), (Put(LEADER, holder.encode(), lease),), deadline_s=60.0)
+        standby = Election(store, Candidate.new("new", "host:2"), 60, structlog.get_logger())
+        if when == "before":
+            die()
+        async with asyncio.timeout(60.0):
+            campaign = asyncio.ensure_future(standby.campaign())
+            if when != "before":
+                await waits(lambda: standby.leader is not None, "it stands by")
+                assert not campaign.done()
+                die()
+            lead = await campaign
+        held = await store.get(LEADER, deadline_s=60.0)
+        assert held is not None
+        assert Candidate.decode(held.value).name == "new"
+        assert held.create_revision == lead.revision
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        die()
 
 
 async def waits(condition: Callable[[], bool], what: str) -> None:
