@@ -4,6 +4,7 @@ What `dispatch` returns are tensors over that memory, not copies. Everything tha
 in is checked before a byte is written, so a wrong call raises here and no rank sees garbage.
 """
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -298,7 +299,16 @@ class Exchange:
     ) -> torch.Tensor:
         out = self._inputs.result(flight.tokens, flight.dtype, out)
         self._drop(channel)
-        self._combine(channel, out.data_ptr() or None, CODES[out.dtype], half)
+        try:
+            self._combine(channel, out.data_ptr() or None, CODES[out.dtype], half)
+        except ElasticEPError:
+            raise
+        except BaseException:
+            # Of a signal's handler, which may run when the sums are there: their step must not
+            # count, for nobody has them.
+            with contextlib.suppress(ElasticEPError):
+                self._handle.step_tear()
+            raise
         return out
 
     # ---- calls of the plane; `half` is "both", "send" or "receive"

@@ -51,7 +51,7 @@ class DoubleHandle:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.failures: dict[str, deque[ElasticEPError | None]] = {}
+        self.failures: dict[str, deque[BaseException | None]] = {}
         self.complete: deque[bool] = deque()
         self.epoch = 1
         self.placement = np.full((LAYERS, RANKS, SLOTS), -1, np.int32)
@@ -66,7 +66,7 @@ class DoubleHandle:
         self.out = np.zeros((rooms, TOPK, HIDDEN), np.float32)
         self.step = 0
 
-    def fail(self, call: str, *errors: ElasticEPError | None) -> None:
+    def fail(self, call: str, *errors: BaseException | None) -> None:
         self.failures[call] = deque(errors)
 
     def _log(self, call: str, *what: Any) -> None:

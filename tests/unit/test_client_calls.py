@@ -180,6 +180,19 @@ def test_wrong_output_tensors_are_refused(session: Session) -> None:
         exchange.combine(0, recv)
 
 
+def test_a_step_whose_result_a_handler_of_a_signal_took_away_is_torn(
+    session: Session, handle: DoubleHandle
+) -> None:
+    """It may run when the native call has returned: the sums were there, and nobody has them."""
+    exchange = session.exchange("decode")
+    handle.fail("combine_recv", KeyboardInterrupt())
+    with session.step():
+        recv = exchange.dispatch(0, *batch())
+        with pytest.raises(KeyboardInterrupt):
+            exchange.combine(0, recv)
+        assert handle.names[-1] == "step_tear"
+
+
 def test_a_torn_dispatch_may_be_followed_by_a_new_step(
     session: Session, handle: DoubleHandle
 ) -> None:
