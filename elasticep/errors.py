@@ -9,6 +9,7 @@
     ├── TensorError            wrong dtype, shape, device or ids out of range
     ├── NativeError            the native library is missing or refused a call
     ├── MemoryShort            memory could not be reserved
+    ├── DescriptorsShort       a process has no file descriptors left for this
     ├── DeviceFailed           a GPU, or this process's context on it, failed
     ├── AttachError            a rank could not be attached
     │   ├── DaemonUnavailable  no daemon behind the socket
@@ -87,6 +88,12 @@ class MemoryShort(ElasticEPError):
     """Memory could not be reserved."""
 
     reason = "MEMORY_SHORT"
+
+
+class DescriptorsShort(ElasticEPError):
+    """A process may not open as many file descriptors as something takes."""
+
+    reason = "DESCRIPTORS_SHORT"
 
 
 class DeviceFailed(ElasticEPError):

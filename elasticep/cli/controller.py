@@ -50,9 +50,11 @@ async def _run(config: ControllerConfig, log_format: str, log_level: str) -> Non
     # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.control.controller import Controller
+    from elasticep.runtime.descriptors import raise_limit
     from elasticep.runtime.logs import open_log
     from elasticep.runtime.systemd import Notifier
 
+    raise_limit()  # every node, engine and operator is a connection
     notifier = Notifier(os.environ)
     log = open_log(log_format, log_level)
     pings: list[asyncio.Task[None]] = []

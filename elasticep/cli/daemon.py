@@ -75,10 +75,13 @@ async def _run(
         config.tls.read()  # what cannot be used is found now, not at the first dial
     # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from elasticep.runtime import descriptors
     from elasticep.runtime.daemon import Daemon
     from elasticep.runtime.limits import Limits
     from elasticep.runtime.logs import open_log
 
+    descriptors.raise_limit()
+    descriptors.check_offer(len(seats.ranks) for seats in config.seats)
     given = {name: value for name, value in limits.items() if value is not None}
     log = open_log(log_format, log_level, node=config.node)
     await Daemon(config, log, Limits(**given)).run()

@@ -9,6 +9,7 @@ from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct, timeouts_struct
 from elasticep.native.region import layout
 from elasticep.proto import controller_pb2, types_pb2
+from elasticep.runtime import descriptors
 from elasticep.runtime.keeper import SeatKeeper
 from elasticep.runtime.node import Node
 from elasticep.runtime.regions.keep import KeptGroup
@@ -77,7 +78,9 @@ class Group:
 
         Raises:
             MemoryShort: names the bytes asked for and available.
+            DescriptorsShort: this process has too few left for another seat.
         """
+        descriptors.require(descriptors.PER_SEAT, f"a seat of group {self.name!r}")
         timeouts = timeouts_struct(self.config.timeouts)
         memory = SeatMemory.create(self.name, rank, self.geometry, self.layout, timeouts)
         self.node.log.info(

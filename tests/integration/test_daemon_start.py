@@ -1,14 +1,19 @@
 """How a daemon starts, quickly or not at all."""
 
+import os
+import resource
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elasticep.geometry import GroupGeometry
+from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
-from elasticep.testing.node import DaemonProcess
+from elasticep.testing.node import DaemonProcess, wait_for
 
 
 def failed(daemon: DaemonProcess) -> str:
@@ -72,6 +77,75 @@ def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> No
         first, second, third = (datetime.fromisoformat(t.replace("Z", "")) for t in times[:3])
         assert (second - first).total_seconds() >= 0.1
         assert (third - second).total_seconds() >= 0.2
+
+
+def limits_of(pid: int) -> tuple[int, int]:
+    """Soft and hard limit of a process's descriptors."""
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+
+def limited(soft: int, hard: int, *arguments: str) -> subprocess.Popen[str]:
+    """`elasticep` under these limits of descriptors; its log comes from `stderr`."""
+    code = (
+        "import os, resource, sys;"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}));"
+        "os.execv(sys.executable, [sys.executable, '-m', 'elasticep.cli.main', *sys.argv[1:]])"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("daemon", "--seats", "g:0-1", "--socket-dir", "{folder}/d"),
+        ("controller", "--store", "memory", "--listen", "unix://{folder}/c.sock"),
+    ],
+    ids=["daemon", "controller"],
+)
+def test_what_serves_takes_the_hard_limit_of_descriptors(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    with limited(100, 500, *filled) as process:
+        assert process.stderr is not None
+        while ".listening" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        try:
+            assert limits_of(process.pid) == (500, 500)
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def test_seats_that_need_more_descriptors_than_there_can_be_are_refused(tmp_path: Path) -> None:
+    process = limited(100, 100, "daemon", "--seats", "g:0-3;h:0-3", "--socket-dir", str(tmp_path))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "8 seats in 2 groups need 144 file descriptors and this process may have 100" in said
+    assert "LimitNOFILE" in said
+
+
+def test_a_seat_that_finds_no_descriptors_ends_with_the_reason() -> None:
+    """A group that comes when the others have taken them; those are not disturbed."""
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0;h:0")
+        engines = lab.serve(daemon, [0])
+        assert daemon.process is not None
+        pid = daemon.process.pid
+        held = len(os.listdir(f"/proc/{pid}/fd"))
+        soft, hard = limits_of(pid)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + 32, hard))
+        lab.create(small_config("h", initial_ranks=1))
+        cause = lab.dead(0, 1, "h").cause
+        assert "a seat of group 'h' needs 8 file descriptors; this process has" in cause
+        assert "LimitNOFILE" in cause
+        assert lab.step(engines)[0].startswith("stepped 1 ")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        ready = types_pb2.SEAT_STATE_READY  # under which incarnation is the tries' affair
+        wait_for(lambda: daemon.seat("h", 0).seat.state == ready, "its seat of h is ready")
 
 
 def test_the_daemon_starts_quickly_and_without_torch() -> None:

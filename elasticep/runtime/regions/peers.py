@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from elasticep.errors import GroupMismatch, Unavailable
 from elasticep.native.region import Layout
 from elasticep.native.watcher import Watcher
+from elasticep.runtime.descriptors import PER_PEER, require
 from elasticep.runtime.regions.fetch import fetch_region
 from elasticep.runtime.regions.memory import SeatMemory
 
@@ -65,6 +66,7 @@ class PeerRegions:
         Raises:
             Unavailable: its daemon did not hand it over in time, or is in another domain.
             GroupMismatch: what it handed over does not fit this group.
+            DescriptorsShort: this process has too few left for it.
         """
         async with self._locks.setdefault(rank, asyncio.Lock()):
             kept = self._kept.get(rank)
@@ -75,6 +77,7 @@ class PeerRegions:
                     f"rank {rank} is on node {endpoint.node!r} in domain {endpoint.domain!r} and "
                     f"this node is in {self._domain!r}; no transport between domains is configured"
                 )
+            require(PER_PEER, f"the memory of rank {rank} of group {self._group!r}")
             header_fd, data_fd, digest = await fetch_region(
                 endpoint.fd_socket, endpoint.node, self._group, rank, self._fetch_s
             )
