@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from elasticep.errors import ConfigError
+
 _SUFFIX: Final = ".held"
+_LONGEST_BYTES: Final = 60  # a socket's path has 107, of which 45 are for what is made here
 _held: dict[Path, int] = {}
 
 
@@ -16,7 +19,16 @@ def make_folder(prefix: str) -> Path:
     """A new folder, ours as long as this process lives; `remove_folder` gives it back before.
 
     Folders with the same prefix whose processes are gone are removed.
+
+    Raises:
+        ConfigError: paths of sockets in it would be too long.
     """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_BYTES:
+        raise ConfigError(
+            f"the folder of temporary files, {parent}, has a path of more than {_LONGEST_BYTES} "
+            "bytes, too long for sockets in it; let TMPDIR name another"
+        )
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     made = _lock_of(folder).with_suffix(".made")
     descriptor = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

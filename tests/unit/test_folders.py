@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from elasticep.errors import ConfigError
 from elasticep.testing.folders import make_folder, remove_folder
 
 CODE = """
@@ -34,3 +38,11 @@ def test_what_a_kill_leaves_is_swept_and_what_is_in_use_stays() -> None:
         remove_folder(folder)
         assert not folder.exists()
         assert not list(folder.parent.glob(f"{folder.name}*"))
+
+
+def test_a_folder_whose_sockets_would_have_too_long_paths_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    with pytest.raises(ConfigError, match=r"x{60}, has a path of more than 60 bytes.*TMPDIR"):
+        make_folder("eep-")
