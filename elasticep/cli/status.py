@@ -15,7 +15,7 @@ from elasticep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from elasticep.proto.controller_pb2 import GetClusterResponse, GroupStatus
+    from elasticep.proto.controller_pb2 import GetClusterResponse, GroupStatus, NodeStatus
     from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
 
 _COLOURS = {
@@ -27,6 +27,7 @@ _COLOURS = {
     "fenced": "red",
     "gone": "red",
 }
+_NODE_COLOURS = {"connected": "green", "away": "yellow", "gone": "red"}
 _HISTORY_SHOWN = 8
 
 
@@ -76,7 +77,9 @@ def as_dict(answer: "GetClusterResponse") -> dict[str, Any]:
                 "domain": node.endpoint.domain,
                 "address": node.endpoint.grpc_address,
                 "connected": node.connected,
+                "state": node.state,
                 "last_heard_ms_ago": node.last_heard_ms_ago,
+                "unheard": node.unheard,
             }
             for node in answer.nodes
         ],
@@ -123,17 +126,34 @@ def _print(answer: "GetClusterResponse") -> None:
     if not console.is_terminal:
         console.width = 1_000  # who searches in it wants a sentence in one line
     console.print(f"leader: {answer.leader}")
-    nodes = Table("node", "domain", "daemon", "session", "heard", box=None, pad_edge=False)
+    nodes = Table("node", "domain", "daemon", "state", "heard", "", box=None, pad_edge=False)
     for node in answer.nodes:
-        state = "[green]open[/]" if node.connected else "[red]none[/]"
-        ago = f"{node.last_heard_ms_ago / 1_000:.1f} s ago"
+        state = f"[{_NODE_COLOURS.get(node.state, 'white')}]{node.state}[/]"
         where = node.endpoint
-        nodes.add_row(where.node, where.domain[:12], where.grpc_address, state, ago)
+        told = (where.node, where.domain[:12], where.grpc_address, state, _heard(node))
+        nodes.add_row(*told, _kept(answer, where.node) if node.state == "gone" else "")
     if answer.nodes:
         console.print(nodes)
     for group in answer.groups:
         for part in _group_parts(group):
             console.print(part)
+
+
+def _heard(node: "NodeStatus") -> str:
+    seconds = node.last_heard_ms_ago / 1_000
+    ago = f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    ago = ago if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
+    return f"not by this leader, for {ago}" if node.unheard else f"{ago} ago"
+
+
+def _kept(answer: "GetClusterResponse", node: str) -> str:
+    """What is kept for a node that is gone, and how to give it to others."""
+    kept = [
+        f"{group.config.name} {', '.join(map(str, ranks))}"
+        for group in answer.groups
+        if (ranks := [r.rank for r in group.ranks if r.node == node and r.state != "gone"])
+    ]
+    return f"keeps ranks of {'; '.join(kept)} (elasticep node off {node})" if kept else ""
 
 
 def _group_parts(group: "GroupStatus") -> "list[RenderableType]":

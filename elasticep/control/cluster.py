@@ -22,7 +22,9 @@ from elasticep.group import GroupConfig
 # A new leader gives nodes this much longer to come to it before it misses them: at least as long
 # as they take to leave one that was stopped.
 TAKEOVER_GRACE_MS: Final = 3_000
-MAX_NODES: Final = 4_096  # that ever said hello; their endpoints are kept
+# A node that is gone, and of which no seat is left, is kept so long for who looks at the status.
+FORGET_MS: Final = 60_000
+MAX_NODES: Final = 4_096  # that said hello and are not forgotten; their endpoints are kept
 MAX_GROUPS: Final = 256
 _DEFAULT_HEARTBEAT_MS: Final = 500
 _MOST_HEARTBEAT_MS: Final = 500  # a node leaves a controller that it has not heard for 3 s
@@ -150,8 +152,7 @@ class Cluster:
         if node is None:
             known = ", ".join(sorted(self.nodes)) or "none"
             raise UsageError(f"there is no node {name!r}; known are: {known}")
-        timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
-        limit_ms, silent_ms = max(timeouts, default=0), now_ms - node.heard_ms
+        limit_ms, silent_ms = self._limit_ms(), now_ms - node.heard_ms
         if node.connected or silent_ms < limit_ms:
             heard = "is connected" if node.connected else f"was heard of {max(0, silent_ms)} ms ago"
             raise UsageError(
@@ -162,6 +163,34 @@ class Cluster:
         outcomes = self._all(ev.NodeOff(name, why), now_ms)
         del self.nodes[name]
         return {group: ranks for group, ranks in kept.items() if ranks}, outcomes
+
+    def _limit_ms(self) -> int:
+        """After so long a silence a node's ranks are over in every group."""
+        timeouts = [m.config.timeouts.node_timeout_ms for m in self.groups.values()]
+        return max(timeouts, default=0)
+
+    def state_of(self, name: str, now_ms: int) -> str:
+        """A node's state in a word: connected, away, gone."""
+        node = self.nodes[name]
+        if node.connected:
+            return "connected"
+        return "gone" if now_ms - node.heard_ms >= self._limit_ms() else "away"
+
+    def forget(self, now_ms: int) -> list[str]:
+        """Drop the nodes that are gone for a while and of which no seat is left; their names. One
+        that comes again says hello like a new one.
+        """
+        silent_ms = max(FORGET_MS, self._limit_ms())
+        names = [
+            name
+            for name, node in self.nodes.items()
+            if not node.connected
+            and now_ms - node.heard_ms >= silent_ms
+            and not any(_kept_for(m, name) for m in self.groups.values())
+        ]
+        for name in names:
+            del self.nodes[name]
+        return names
 
     def report(self, group: str, event: ev.Event, now_ms: int) -> Outcomes:
         """What a node says of a rank, or an operator's drain."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from elasticep.control.background import Background
-from elasticep.control.cluster import Cluster
+from elasticep.control.cluster import TAKEOVER_GRACE_MS, Cluster
 from elasticep.control.membership import Membership
 from elasticep.control.planning import imbalances
 from elasticep.control.rebalance import Rebalancer
@@ -33,14 +33,20 @@ def cluster_status(
             group_status(m, published.get(m.config.name), cluster.background[m.config.name], now_ms)
             for m in memberships
         ],
-        nodes=[
-            controller_pb2.NodeStatus(
-                endpoint=node.endpoint.to_proto(),
-                connected=node.connected,
-                last_heard_ms_ago=max(0, now_ms - node.heard_ms),
-            )
-            for _, node in sorted(cluster.nodes.items())
-        ],
+        nodes=[_node_status(cluster, name, now_ms) for name in sorted(cluster.nodes)],
+    )
+
+
+def _node_status(cluster: Cluster, name: str, now_ms: int) -> controller_pb2.NodeStatus:
+    node = cluster.nodes[name]
+    unheard = not node.session_id
+    since_ms = node.heard_ms - (TAKEOVER_GRACE_MS if unheard else 0)
+    return controller_pb2.NodeStatus(
+        endpoint=node.endpoint.to_proto(),
+        connected=node.connected,
+        last_heard_ms_ago=max(0, now_ms - since_ms),
+        state=cluster.state_of(name, now_ms),
+        unheard=unheard,
     )
 
 

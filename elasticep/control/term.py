@@ -316,6 +316,9 @@ class Term:
             outcomes, drop = self.cluster.tick(self.now_ms())
             self._guarded(lambda o=outcomes: o)  # type: ignore[misc]
             self._plan()
+            for name in self.cluster.forget(self.now_ms()):
+                self._enqueue(Commit("", [records.delete_node(name)]))
+                self._log.info("node.forgotten", node=name)
             for name in drop:
                 if name in self._sessions:
                     silent = f"node {name} was not heard of; it must say hello again"

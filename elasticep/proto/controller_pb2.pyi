@@ -902,8 +902,14 @@ class NodeStatus(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
     LAST_HEARD_MS_AGO_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    UNHEARD_FIELD_NUMBER: _builtins.int
     connected: _builtins.bool
     last_heard_ms_ago: _builtins.int
+    state: _builtins.str
+    """"connected"; "away": not so long that its ranks are over; "gone" """
+    unheard: _builtins.bool
+    """by this leader: last_heard_ms_ago counts from when it took over"""
     @_builtins.property
     def endpoint(self) -> _types_pb2.NodeEndpoint: ...
     def __init__(
@@ -912,10 +918,12 @@ class NodeStatus(_message.Message):
         endpoint: _types_pb2.NodeEndpoint | None = ...,
         connected: _builtins.bool = ...,
         last_heard_ms_ago: _builtins.int = ...,
+        state: _builtins.str = ...,
+        unheard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "last_heard_ms_ago", b"last_heard_ms_ago"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "last_heard_ms_ago", b"last_heard_ms_ago", "state", b"state", "unheard", b"unheard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elasticep.cli.main import cli
+from elasticep.control import cluster as cluster_module
 from elasticep.control import records
 from elasticep.errors import (
     ConfigError,
@@ -126,6 +127,38 @@ def test_a_replacement_takes_the_seats_of_a_node_that_is_off(run: Run) -> None:
             keys = [item.key for item in (await store.list(f"{records.PREFIX}nodes/")).items]
             await store.close()
             assert [key.rpartition("/")[2] for key in keys] == ["a", "c"], "no leader knows it"
+
+    run(scenario)
+
+
+def test_a_node_that_was_drained_and_stopped_is_forgotten(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute, and a short one here; one whose ranks may live stays, and says so."""
+    monkeypatch.setattr(cluster_module, "FORGET_MS", 100)
+
+    async def scenario(bench: Bench) -> None:
+        config = group_config(flap_limit=0, timeouts=Timeouts(node_timeout_ms=5_000))
+        async with formed(bench, config) as (controller, nodes):
+            async with client(controller.address) as stub:
+                request = controller_pb2.DrainRequest(group="g", ranks=[2, 3])
+                await stub.Drain(request, timeout=CALL_S)
+            await nodes.meet()
+            seats = controller.leading().cluster.groups["g"].seats
+            await nodes.until(lambda: all(seats[rank].phase == "gone" for rank in (2, 3)))
+            await nodes.nodes["b"].stop()
+            await nodes.until(lambda: list(controller.leading().cluster.nodes) == ["a"])
+            await nodes.nodes["a"].stop()
+            flags = ["--controllers", controller.address, "--timeout", "60"]
+            said = ""
+            while "keeps ranks of g 0, 1 (elasticep node off a)" not in said:
+                told = await asyncio.to_thread(CliRunner().invoke, cli, ["status", *flags])
+                said = told.output
+                assert told.exit_code == 0, said
+            store = bench.store()
+            keys = [item.key for item in (await store.list(f"{records.PREFIX}nodes/")).items]
+            await store.close()
+            assert [key.rpartition("/")[2] for key in keys] == ["a"]
 
     run(scenario)
 

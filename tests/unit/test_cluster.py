@@ -4,9 +4,11 @@ import pytest
 
 from elasticep.control import cluster as cluster_module
 from elasticep.control import events as ev
-from elasticep.control.cluster import TAKEOVER_GRACE_MS, Cluster
+from elasticep.control.cluster import FORGET_MS, TAKEOVER_GRACE_MS, Cluster
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.records import Endpoint, Loaded
+from elasticep.control.seats import Phase
+from elasticep.control.status import cluster_status
 from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup, UsageError
 from elasticep.group import Timeouts
 from elasticep.runtime.limits import Limits
@@ -66,6 +68,36 @@ def test_a_node_is_off_when_nothing_is_heard_of_it_and_its_seats_are_free() -> N
     saved = [write for _, out in outcomes for write in out.writes if isinstance(write, ev.SaveSeat)]
     assert [(write.rank, write.phase) for write in saved] == [(2, "gone"), (3, "gone")]
     assert list(cluster.nodes) == ["a"]
+
+
+def test_a_node_that_is_gone_is_forgotten_when_no_seat_is_left_of_it() -> None:
+    cluster = started()
+    cluster.disconnected("b", "s1", 1_000)
+    assert cluster.state_of("a", 99_000) == "connected"
+    assert cluster.state_of("b", 2_499) == "away"
+    assert cluster.state_of("b", 2_500) == "gone"
+    cluster.tick(2_500)
+    assert cluster.forget(1_000 + 10 * FORGET_MS) == [], "its processes may live"
+    for rank in (2, 3):  # the worker of a drained rank is seen to be gone before the daemon stops
+        seat = cluster.groups["g"].seats[rank]
+        seat.move(Phase.GONE, 2_500, "a test")
+    assert cluster.forget(999 + FORGET_MS) == []
+    assert cluster.forget(1_000 + FORGET_MS) == ["b"]
+    assert list(cluster.nodes) == ["a"], "one with a session stays, however silent"
+    cluster.hello(endpoint("b"), "s2", seats(2, 3), 99_000)
+    assert cluster.state_of("b", 99_000) == "connected"
+
+
+def test_the_status_says_since_when_a_node_is_gone() -> None:
+    cluster = Cluster(Loaded(nodes={"a": endpoint("a"), "b": endpoint("b")}), 1_000)
+    cluster.create_group(group_config(flap_limit=0), 1_000)
+    cluster.hello(endpoint("a"), "s1", seats(0, 1), 2_000)
+    cluster.disconnected("a", "s1", 3_000)
+    told = cluster_status(cluster, {}, "me", "", 9_000).nodes
+    assert [(n.endpoint.node, n.state, n.last_heard_ms_ago, n.unheard) for n in told] == [
+        ("a", "gone", 7_000, False),
+        ("b", "gone", 8_000, True),
+    ]
 
 
 def test_the_next_leader_does_not_take_a_node_for_off_before_it_may_have_come() -> None:
