@@ -13,7 +13,7 @@ import structlog
 from elasticep.control import election, process
 from elasticep.control.election import Candidate, Election
 from elasticep.control.records import LEADER
-from elasticep.control.store import MemoryStore, Put
+from elasticep.control.store import Delete, MemoryStore, Put
 from elasticep.control.store.memory import MemoryBackend
 
 
@@ -86,6 +86,20 @@ def test_nobody_waits_for_the_lease_of_a_process_that_is_gone(when: str) -> None
         asyncio.run(scenario())
     finally:
         die()
+
+
+def test_a_leader_whose_key_was_taken_away_gives_up_without_writing_anything() -> None:
+    async def scenario() -> None:
+        backend = MemoryBackend(clock=lambda: 0.0)  # no lease ever ends
+        store = MemoryStore(backend)
+        leader = Election(store, Candidate.new("c", "host:1"), 60, structlog.get_logger())
+        lead = await leader.campaign()
+        holding = asyncio.ensure_future(leader.hold(lead))
+        await store.transact((), (Delete(LEADER),), deadline_s=60.0)
+        async with asyncio.timeout(60.0):
+            await holding
+
+    asyncio.run(scenario())
 
 
 async def waits(condition: Callable[[], bool], what: str) -> None:

@@ -163,6 +163,44 @@ def test_a_replica_that_does_not_fit_the_notes_gives_way_to_the_checkpoint(tmp_p
     asyncio.run(run())
 
 
+class OneDead(Node):
+    """Rank 1 has died since it was found."""
+
+    def is_dead(self, rank: int, incarnation: int) -> bool:
+        return rank == 1
+
+
+def test_who_died_since_it_was_found_is_not_copied_from(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path)
+
+    async def run() -> None:
+        with (
+            arena_memory() as memory,
+            arena_memory() as peer,
+            mover_driver(tmp_path) as mover,
+        ):
+            number = mover.lend(peer)
+            await mover.copy(Target(peer, 0, 0, 1), b"", source, urgent=True)
+            dead, live = (
+                Source(kind=Kind.REPLICA, arena=number, slot=0, node="n1", rank=rank, incarnation=1)
+                for rank in (1, 2)
+            )
+            place = Place([Replica("n1", 1, 1, 0), Replica("n1", 2, 1, 0)])
+            node = OneDead(mover, memory, [dead])
+            outcome = await node.filler.supply.put(
+                Target(memory, 0, 0, 1), place, Wish(urgent=True)
+            )
+            assert outcome.end is End.NOWHERE
+            assert "it is dead" in outcome.why
+            node.given = [dead, live]
+            outcome = await node.filler.supply.put(
+                Target(memory, 0, 0, 1), place, Wish(urgent=True)
+            )
+            assert (outcome.end, outcome.kind) == (End.PLACED, Kind.REPLICA)
+
+    asyncio.run(run())
+
+
 # ---- what an answer means
 
 
