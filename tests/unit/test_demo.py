@@ -1,135 +1,24 @@
-"""The demo's pure parts: journal, batch, measurements, settings, display."""
+"""The demo's pure parts: measurements, settings, messages, display, scenarios."""
 
+import dataclasses
 import io
 import json
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from elasticep.control.placement import Placement
 from elasticep.control.start import round_robin, without
-from elasticep.demo.batch import Batch
 from elasticep.demo.display import LiveDisplay, PlainDisplay, Progress, RankLine, choose_display
-from elasticep.demo.journal import Assignment, Journal
+from elasticep.demo.journal import Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
 from elasticep.demo.prompts import prompts
 from elasticep.demo.report import Report
 from elasticep.demo.scenario import Scenario, script
 from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
-from elasticep.demo.wire import assignment_fields, assignment_from, pipe
-from elasticep.errors import ConfigError, UsageError
-
-PROMPTS = [b"one", b"two", b"three", b"four", b"five"]
-
-
-def next_token(tokens: list[int]) -> int:
-    """Stands for the model: a token that hangs on the whole history."""
-    return hash(tuple(tokens)) % 251
-
-
-def step(batch: Batch, history: dict[int, list[int]], skip: bool = False) -> list[list[int]]:
-    """One step of an engine: feed, and unless it is torn, advance."""
-    feed = batch.feed()
-    best = []
-    for place, (token, position, active) in enumerate(
-        zip(feed.tokens, feed.positions, feed.active, strict=True)
-    ):
-        seen = history.setdefault(place, [])
-        del seen[position:]  # the cache is overwritten at this position
-        seen.append(token)
-        best.append(next_token(seen) if active else 0)
-    if skip:
-        return []
-    return [[a.request, a.index, a.token] for a in batch.advance(best)]
-
-
-def answer(prompt: bytes, count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
-
-
-# ---- journal and batch
-
-
-@given(
-    rows=st.integers(1, 4),
-    torn=st.lists(st.booleans(), max_size=60),
-    death_after=st.integers(0, 40),
-)
-def test_requests_survive_torn_steps_and_a_death(
-    rows: int, torn: list[bool], death_after: int
-) -> None:
-    journal = Journal(PROMPTS, 6, [0, 1, 2])
-    batches = {rank: Batch(rows) for rank in (0, 1, 2)}
-    caches: dict[int, dict[int, list[int]]] = {rank: {} for rank in batches}
-    for rank, batch in batches.items():
-        for assignment in journal.of(rank):
-            batch.add(assignment)
-    tears = iter(torn)
-    for number in range(400):
-        if journal.done:
-            break
-        if number == death_after:
-            del batches[1]
-            for heir, assignments in journal.take_over(1).items():
-                for assignment in assignments:
-                    batches[heir].add(assignment_from(assignment_fields(assignment)))
-        for rank, batch in batches.items():
-            for request, index, token in step(batch, caches[rank], skip=next(tears, False)):
-                journal.record(rank, request, index, token)
-    assert journal.done
-    assert journal.lost == 0
-    assert journal.tokens_total == 6 * len(PROMPTS)
-    assert journal.differing([answer(prompt, 6) for prompt in PROMPTS]) == []
-    assert all(batch.replay_errors == 0 for batch in batches.values())
-
-
-def test_replay_that_chooses_another_token_is_counted() -> None:
-    batch = Batch(1)
-    right = answer(b"one", 3)
-    batch.add(Assignment(0, tuple(b"one"), (right[0], (right[1] + 1) % 251), 3))
-    for _ in range(5):
-        step(batch, {})
-    assert batch.replay_errors >= 1
-
-
-def test_feed_without_advance_is_the_same_feed() -> None:
-    batch = Batch(2)
-    batch.add(Assignment(0, (1, 2), (), 2))
-    assert batch.feed() == batch.feed()
-    assert batch.feed().count == 1
-    assert batch.requests == 1
-
-
-@pytest.mark.parametrize("record", [(1, 0, 0, 9), (0, 0, 1, 9), (0, 1, 0, 9)])
-def test_journal_refuses_a_token_that_is_not_the_next_one(
-    record: tuple[int, int, int, int],
-) -> None:
-    journal = Journal(PROMPTS, 2, [0, 1])
-    with pytest.raises(UsageError, match="belongs to rank"):
-        journal.record(*record)
-
-
-def test_journal_refuses_a_token_beyond_the_end() -> None:
-    journal = Journal(PROMPTS, 1, [0])
-    journal.record(0, 0, 0, 5)
-    with pytest.raises(UsageError, match="1 of 1 tokens"):
-        journal.record(0, 0, 1, 5)
-
-
-def test_take_over_goes_to_those_with_the_fewest() -> None:
-    journal = Journal([b"x"] * 9, 1, [0, 1, 2])
-    for request in (0, 3):
-        journal.record(0, request, 0, 1)
-    taken = journal.take_over(2)
-    assert {heir: [a.request for a in moved] for heir, moved in taken.items()} == {0: [2, 5, 8]}
-    assert journal.take_over(1).keys() == {0}
-    assert journal.take_over(0) == {}
-    assert journal.lost == 7
+from elasticep.demo.wire import pipe
+from elasticep.errors import ConfigError
 
 
 # ---- measurements
@@ -222,6 +111,15 @@ def test_pipe_tells_when_the_other_side_is_gone() -> None:
     ours.close()
 
 
+MOVED = {
+    **dict.fromkeys(("imbalance_before", "imbalance_after", "imbalance_planned"), 1.0),
+    **dict.fromkeys(("step_ms_median", "step_ms_longest", "step_ms_usual", "step_ms_limit"), 1.0),
+    "moves": 1,
+    "views": 1,
+    "done": True,
+    "requests_unfinished": 1,
+    "steps_waited": False,
+}
 REPORT = Report(
     ranks=4,
     nodes=2,
@@ -244,6 +142,25 @@ def test_report_has_the_keys_that_scripts_read() -> None:
     ]
     json.dumps(REPORT.to_dict())
     assert REPORT.good
+    assert dict(REPORT.rows())["tokens identical"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "text"),
+    [
+        ({"tokens_identical": False}, "tokens identical", "NO"),
+        ({"requests_lost": 1}, "requests lost", "1"),
+        ({"details": {"rebalance": MOVED | {"steps_waited": True}}}, "steps meanwhile", "TOO LONG"),
+        ({"details": {"rebalance": MOVED, "migration": {"in_flight": 0}}}, None, ""),
+    ],
+)
+def test_a_run_that_went_wrong_is_not_good_and_says_so(
+    changes: dict[str, Any], row: str | None, text: str
+) -> None:
+    report = dataclasses.replace(REPORT, **changes)
+    assert not report.good
+    if row is not None:
+        assert text in dict(report.rows())[row]
 
 
 def test_plain_display_prints_lines_and_the_table() -> None:
@@ -421,7 +338,7 @@ def test_scenarios_that_make_no_sense_are_refused(
 
 
 def test_a_joiner_brings_requests_of_its_own() -> None:
-    journal = Journal(PROMPTS[:2], 2, [0, 1])
+    journal = Journal([b"one", b"two"], 2, [0, 1])
     journal.take_over(1)
     (assignment,) = journal.add([b"late"], 2, 1)
     assert (assignment.request, assignment.prompt) == (2, tuple(b"late"))
