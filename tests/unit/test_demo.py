@@ -20,7 +20,6 @@ from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
 from elasticep.demo.wire import pipe
 from elasticep.errors import ConfigError
 
-
 # ---- measurements
 
 
