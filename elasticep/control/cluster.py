@@ -247,7 +247,8 @@ class Cluster:
             return False, []
         if len(self.groups) >= MAX_GROUPS:
             raise ConfigError(
-                f"group {config.name!r} is one too many; a controller has {MAX_GROUPS} at most"
+                f"group {config.name!r} is one too many; a controller has {MAX_GROUPS} "
+                "at most; serve it by others, on an etcd of their own"
             )
         membership = self.groups[config.name] = Membership(config, now_ms)
         self.background[config.name] = Background(membership, None, now_ms)

@@ -88,11 +88,14 @@ def import_json(text: str, experts: int, ranks: int, layers: int | None = None) 
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidPlacement(f"not JSON: {error}") from error
+        raise InvalidPlacement(f"the plan is not JSON: {error}") from error
     if isinstance(plain, dict) and "slot_expert" in plain:
         placement = Placement.from_dict(plain)
         if placement.experts != experts:
-            raise InvalidPlacement(f"the file is for {placement.experts} experts, not {experts}")
+            raise InvalidPlacement(
+                f"the plan is for {placement.experts} experts per layer, the group has {experts}; "
+                "use one that was planned for this group"
+            )
         return placement
     flat = _physical_map(plain)
     if flat and not isinstance(flat[0], list):
@@ -100,13 +103,20 @@ def import_json(text: str, experts: int, ranks: int, layers: int | None = None) 
     table = integer_table(flat, np.int32)
     if table.ndim != 2 or 0 in table.shape or table.shape[1] % ranks:
         raise InvalidPlacement(
-            f"the map is {table.shape}; it must be [layers, slots] with slots a multiple of "
-            f"{ranks} ranks"
+            f"the plan's map is {table.shape}; it must be [layers, slots] with slots a multiple of "
+            f"the {ranks} ranks that there are; plan for as many ranks"
         )
     if layers is not None and len(table) != layers:
-        raise InvalidPlacement(f"the map has {len(table)} layers, the group {layers}")
+        raise InvalidPlacement(
+            f"the plan's map has {len(table)} layers, the group has {layers}; layers without "
+            "routed experts do not count"
+        )
     if int(table.min()) < EMPTY or int(table.max()) >= experts:
-        raise InvalidPlacement(f"the map holds an id outside 0..{experts - 1}")
+        wrong = int(table.max() if int(table.max()) >= experts else table.min())
+        raise InvalidPlacement(
+            f"the plan's map names expert {wrong}; the group has 0 to {experts - 1}, and "
+            f"{EMPTY} for an empty slot"
+        )
     slot_expert = table.reshape(len(table), ranks, -1)
     weight = spread(slot_expert, np.zeros(slot_expert.shape, np.uint32), experts)
     return Placement(experts=experts, slot_expert=slot_expert, slot_weight=weight)
@@ -125,5 +135,6 @@ def _physical_map(plain: Any) -> list[Any]:
         ]
     except (KeyError, TypeError) as error:
         raise InvalidPlacement(
-            f"neither slot_expert, {_MAP}, layer_list nor a list of layers was found"
+            f"the plan holds neither slot_expert, {_MAP}, layer_list nor a list of layers; "
+            "`elasticep rebalance GROUP --export -` prints one of each --form"
         ) from error

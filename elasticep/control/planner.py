@@ -283,7 +283,9 @@ def _checked_sizes(
         policy_text = f"policy.max_moves is {policy.max_moves}"
         raise ConfigError(f"{policy_text}, but without a previous placement everything moves")
     if experts % policy.groups:
-        raise ConfigError(f"{experts} experts do not divide into {policy.groups} groups")
+        raise ConfigError(
+            f"{experts} experts do not divide into {policy.groups} groups; change groups"
+        )
     if not isinstance(policy.expert_bytes, int) and len(policy.expert_bytes) != layers:
         raise ConfigError(
             f"policy.expert_bytes has {len(policy.expert_bytes)} entries for {layers} layers"

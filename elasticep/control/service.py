@@ -252,7 +252,8 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         endpoint, session_id, seats = messages.read_hello(first.hello)
         if self._check_names and endpoint.node not in _certificate_names(context):
             raise ConfigError(
-                f"node {endpoint.node!r} is not named in the certificate that it showed"
+                f"node {endpoint.node!r} is not named in the certificate that it showed; issue one "
+                "that bears the name, or set daemon.node"
             )
         return NodeSession(endpoint, session_id), seats
 
