@@ -311,7 +311,7 @@ def test_a_map_of_another_engine_can_be_imported(run_memory: Run) -> None:
         (json.dumps([[0, 1, 2, 3, 4, 5, 6, 6]] * 2), "two copies of an expert on one rank"),
         (json.dumps([[0, 1, 2, 3, 4, 5, 6, 0]] * 2), "7"),  # lost
         (json.dumps([list(range(8)) * 3] * 2), "6 slots on 4 ranks; the group has 4"),
-        (json.dumps([list(range(8))] * 3), "3 layers, the group 2"),
+        (json.dumps([list(range(8))] * 3), "3 layers, the group has 2"),
     ],
 )
 def test_case_18_an_import_is_checked_before_anything_is_written(
