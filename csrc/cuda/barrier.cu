@@ -10,7 +10,8 @@ namespace {
 
 constexpr u32 kThreads = 256;
 constexpr u32 kDoneWord = 4 + 2 * ep::kCellViews;  // Cell::done
-constexpr u32 kUndecided = ~0u, kFollow = ~1u;  // beside epc_step_status
+constexpr u32 kUndecided = ~0u, kAtAnother = ~1u;  // beside epc_step_status; the latter: cells for a number that was taken on
+constexpr u64 kNothing = ~0ull;
 static_assert(sizeof(ep::Cell) == 8 * (kDoneWord + 1), "cells are written word by word");
 
 __device__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, u64 step) {
@@ -25,27 +26,25 @@ __device__ void new_version(const Domain& d, Barrier& b) {
 }
 
 // A warp writes one cell. Its version is odd meanwhile, and never repeats.
-__device__ void write_cell(const Domain& d, const Barrier& b, u32 to, u32 tokens) {
+__device__ void write_cell(const Domain& d, const Barrier& b, u32 to) {
   const u32 lane = threadIdx.x % 32;
   u64* cell = reinterpret_cast<u64*>(cell_at(d, to, d.me, b.step));
   if (lane == 0) {
     store_relaxed(cell, b.version | 1);
     fence_system();
     store_relaxed(cell + 1, b.step);
-    store_relaxed(cell + 2, u64(d.state->incarnation) | u64(tokens) << 32);
-    const u32 first = b.running.epoch ? 1 : 0;
-    store_relaxed(cell + 3, u64(first + b.mine_count));
-    store_relaxed(cell + kDoneWord, first ? d.state->done : ~0ull);  // a joiner takes the others' word
-    for (u32 i = 0; i < first + b.mine_count; ++i) {
-      const Known& v = first && i == 0 ? b.running : b.mine[i - first];
+    store_relaxed(cell + 2, u64(d.state->incarnation) | u64(b.tokens) << 32);
+    store_relaxed(cell + 3, u64(1 + b.mine_count));
+    store_relaxed(cell + kDoneWord, d.state->done);
+    for (u32 i = 0; i < 1 + b.mine_count; ++i) {
+      const Known& v = i ? b.mine[i - 1] : b.running;
       store_relaxed(cell + 4 + 2 * i, v.epoch);
       store_relaxed(cell + 5 + 2 * i, v.digest);
     }
   }
   u32* members = reinterpret_cast<u32*>(reinterpret_cast<ep::Cell*>(cell) + 1);
-  const u32 first = b.running.epoch ? 1 : 0;
-  for (u32 i = 0; i < first + b.mine_count; ++i) {
-    const Known& v = first && i == 0 ? b.running : b.mine[i - first];
+  for (u32 i = 0; i < 1 + b.mine_count; ++i) {
+    const Known& v = i ? b.mine[i - 1] : b.running;
     for (u32 r = lane; r < d.ranks; r += 32) store_relaxed(members + i * d.ranks + r, v.incarnation[r]);
   }
   __syncwarp();
@@ -53,6 +52,17 @@ __device__ void write_cell(const Domain& d, const Barrier& b, u32 to, u32 tokens
     fence_system();
     store_relaxed(cell, b.version + 2);
   }
+}
+
+// Number and incarnation of a cell, if both are of one version; a thread. What is read behind it is at least as new.
+__device__ bool peek(const ep::Cell* cell, u64* step, u32* inc) {
+  const u64* words = reinterpret_cast<const u64*>(cell);
+  const u64 version = load_acquire(words);
+  if (!version || version & 1) return false;
+  *step = load_relaxed(words + 1);
+  *inc = u32(load_relaxed(words + 2));
+  fence_system();
+  return load_relaxed(words) == version;
 }
 
 // A warp reads one cell into scratch.
@@ -105,41 +115,77 @@ __device__ void found(const Domain& d, State* s) {
     const Staged* v = d.staged + i;
     const u64 epoch = load_acquire(&v->check);
     if (!epoch || v->epoch != epoch || v->previous || v->incarnation[d.me] != s->incarnation) continue;
+    if (s->epoch && s->epoch < epoch) continue;
     s->epoch = epoch;
     s->bank = i;
     s->digest = v->digest;
   }
 }
 
-// What my cell says; a barrier that is tried again (it timed out) says the same as before.
-__device__ void snapshot(State* s, Barrier& b) {
-  const bool again = s->tried_step == b.step;
+// The number after `step`. This rank's region may name numbers beyond a younger group's: flags and marks of these would tear
+// every step. So it is ahead of them at once, and the others, who wait for it, follow. By an even number: cells of the barrier
+// before stay until all are past it.
+__device__ u64 past_floor(const State* s, u64 step) { return step > s->floor ? step : step + (s->floor - step) / 2 * 2 + 2; }
+
+// Thread 0: what this barrier's cells say. One that is tried again, after a time-out, has written them already: whoever decided
+// by them decided by these tokens and views.
+__device__ void say(const Domain& d, Barrier& b, u32 tokens) {
+  State* s = d.state;
+  b.running = Known{s->epoch, d.staged[s->bank].digest, d.staged[s->bank].incarnation};
+  b.staged_count = later_views(d, s->epoch, b.staged);
+  b.fresh = s->said != b.step;
   b.mine_count = 0;
-  for (u32 i = 0; i < b.staged_count; ++i)
-    if (!again || b.staged[i].epoch <= s->tried_highest) b.mine[b.mine_count++] = b.staged[i];
-  s->tried_step = b.step;
-  s->tried_highest = b.mine_count ? b.mine[b.mine_count - 1].epoch : 0;
+  for (u32 i = 0; i < b.staged_count; ++i) {
+    bool mine = b.fresh;
+    for (u32 j = 0; !b.fresh && j < s->said_count; ++j) mine |= s->said_views[j] == b.staged[i].epoch;
+    if (mine) b.mine[b.mine_count++] = b.staged[i];
+  }
+  b.higher = 0;
+  b.again = b.unheard = 0;
+  if (b.fresh) {
+    s->said = b.step;
+    s->said_tokens = tokens;
+    s->said_count = b.mine_count;
+    for (u32 i = 0; i < b.mine_count; ++i) s->said_views[i] = b.mine[i].epoch;
+    new_version(d, b);
+  }
+  b.tokens = s->said_tokens;
 }
 
-__device__ void send_cells(const Domain& d, const Barrier& b, u32 tokens) {
+__device__ void send_cells(const Domain& d, const Barrier& b) {
   for (u32 r = threadIdx.x / 32; r < d.ranks; r += kThreads / 32) {
     if (r == d.me) continue;
-    bool to = b.running.epoch && b.running.incarnation[r];
+    bool to = b.running.incarnation[r] != 0;
     for (u32 i = 0; i < b.mine_count; ++i) to |= b.mine[i].incarnation[r] != 0;
-    if (to) write_cell(d, b, r, tokens);
+    if (to) write_cell(d, b, r);
   }
 }
 
-// Notes the number of a later barrier, if whoever wrote it is known and alive.
-__device__ void note_later(const Domain& d, Barrier& b, u32 rank, u64 step, u32 inc) {
-  if (step <= b.step || threadIdx.x % 32 || b.dead[rank] >= inc) return;
-  bool known = b.running.epoch && b.running.incarnation[rank] == inc;
-  for (u32 i = 0; i < b.staged_count; ++i) known |= b.staged[i].incarnation[rank] == inc;
-  if (known) atomicMax(reinterpret_cast<unsigned long long*>(&b.higher), static_cast<unsigned long long>(step));
+// Whether this incarnation is in a view that this rank was given.
+__device__ bool known(const Barrier& b, u32 rank, u32 inc) {
+  bool yes = b.running.epoch && b.running.incarnation[rank] == inc;
+  for (u32 i = 0; i < b.staged_count; ++i) yes |= b.staged[i].incarnation[rank] == inc;
+  return yes;
 }
 
-// Reads the cells for this barrier and looks for a later one.
-__device__ void read_cells(const Domain& d, Barrier& b, bool both) {
+__device__ void raise(u64* shared, u64 to) { atomicMax(reinterpret_cast<unsigned long long*>(shared), static_cast<unsigned long long>(to)); }
+
+// One thread, for one rank: notes the number of a later barrier, if whoever wrote it is known and alive, and whether a member
+// has written for this one or a later one at all.
+__device__ void look_for_later(const Domain& d, Barrier& b, u32 rank, const Seen* seen) {
+  u64 step = 0;
+  u32 inc = 0;
+  const bool other = peek(cell_at(d, d.me, rank, b.step + 1), &step, &inc);
+  const u32 member = b.running.incarnation[rank];
+  if (seen->valid && seen->step > b.step && b.dead[rank] < seen->incarnation && known(b, rank, seen->incarnation)) raise(&b.higher, seen->step);
+  if (other && step > b.step && b.dead[rank] < inc && known(b, rank, inc)) raise(&b.higher, step);
+  if (!member || b.dead[rank] >= member) return;
+  const bool heard = (seen->valid && seen->incarnation == member && seen->step >= b.step) || (other && inc == member && step >= b.step);
+  if (!heard) b.unheard = 1;
+}
+
+// Reads the cells for this barrier, and with `look` what tells of a later one.
+__device__ void read_cells(const Domain& d, Barrier& b, bool look) {
   const Rules rules{d, b};
   for (u32 r = threadIdx.x / 32; r < d.ranks; r += kThreads / 32) {
     Seen* seen = rules.seen(r);
@@ -148,14 +194,7 @@ __device__ void read_cells(const Domain& d, Barrier& b, bool both) {
       continue;
     }
     read_cell(d, r, b.step, seen);
-    if (seen->valid) note_later(d, b, r, seen->step, seen->incarnation);
-    if (both) {
-      // The other parity may hold the next barrier's cell.
-      const u64* other = reinterpret_cast<const u64*>(cell_at(d, d.me, r, b.step + 1));
-      const u64 version = load_acquire(other), step = load_relaxed(other + 1);
-      const u32 inc = u32(load_relaxed(other + 2));
-      if (version && !(version & 1)) note_later(d, b, r, step, inc);
-    }
+    if (look && threadIdx.x % 32 == 0) look_for_later(d, b, r, seen);
   }
 }
 
@@ -174,7 +213,9 @@ __device__ void publish(const Domain& d, const Barrier& b, u32 status) {
   for (u32 r = threadIdx.x; r < d.ranks; r += kThreads) {
     const Seen* c = rules.seen(r);
     record->info.incarnation[r] = incarnation ? incarnation[r] : 0;
-    if (r != d.me) record->info.tokens[r] = c->valid && c->step == b.step ? c->tokens : 0;
+    // A joiner that enters a step without a cell has announced nothing: all must see the same tokens.
+    if (r == d.me) record->info.tokens[r] = b.running.epoch ? b.tokens : 0;
+    else record->info.tokens[r] = c->valid && c->step == b.step ? c->tokens : 0;
   }
   if (threadIdx.x == 0) {
     record->info.epoch = d.state->epoch;
@@ -197,12 +238,21 @@ __device__ void publish(const Domain& d, const Barrier& b, u32 status) {
   store_relaxed(&record->begun, ++d.state->begun);
 }
 
+// Marks for an earlier incarnation stay for good and have only the low bits of their epoch: each is remembered before it could
+// look like one of a view to come.
+__device__ u64 leave_mark(const Domain& d, u32 rank) {
+  return load_relaxed(reinterpret_cast<const u64*>(d.region(d.me) + d.leave + rank * sizeof(ep::Flag)));
+}
+__device__ int epochs_ahead(u64 mark, u64 epoch) { return short(u16(mark >> 8) - u16(epoch)); }
+
 // Thread 0: the state of the decided step.
 __device__ void adopt(const Domain& d, const Barrier& b) {
   State* s = d.state;
   const Staged* view = d.staged + b.epoch % EP_BANKS;
-  const u32* base = b.base == b.running.epoch ? b.running.incarnation : nullptr;
-  if (b.base != b.epoch && b.base != b.running.epoch) base = d.staged[b.base % EP_BANKS].incarnation;
+  const bool changes = b.epoch != b.running.epoch;
+  // Between the running view and this one there may have been another. A joiner leaves nobody behind.
+  const Staged* between = d.staged + b.base % EP_BANKS;
+  const u32* base = b.running.epoch && b.base != b.running.epoch && b.base != b.epoch && between->epoch == b.base ? between->incarnation : nullptr;
   u32 n = 0;
   for (u32 w = 0; w < kMaskWords; ++w) s->mask[w] = 0;
   for (u32 r = 0; r < d.ranks; ++r) {
@@ -210,8 +260,9 @@ __device__ void adopt(const Domain& d, const Barrier& b) {
     u64* leave = reinterpret_cast<u64*>(d.region(r) + d.leave + d.me * sizeof(ep::Flag));
     // Those whom this view leaves behind learn it before anyone goes on.
     for (const u32* old : {base, b.running.incarnation})
-      if (b.epoch != b.running.epoch && old && old[r] && old[r] != inc && r != d.me)
-        store_relaxed(leave, ep::make_leave(b.step, b.epoch, ep::kLeaveExpelled));
+      if (changes && old && old[r] && old[r] != inc && r != d.me) store_relaxed(leave, ep::make_leave(b.step, b.epoch, ep::kLeaveExpelled));
+    if (changes)
+      if (const u64 mark = leave_mark(d, r); epochs_ahead(mark, b.epoch) <= 0) s->past_marks[r] = mark;
     s->incarnations[r] = inc;
     if (!inc) continue;
     s->mask[r / 32] |= 1u << (r % 32);
@@ -220,7 +271,8 @@ __device__ void adopt(const Domain& d, const Barrier& b) {
   }
   fence_system();
   s->members = n;
-  s->step = s->barrier = b.step;
+  s->step = b.step;
+  s->barrier = past_floor(s, b.step + 1);
   s->epoch = b.epoch;
   s->bank = u32(b.epoch % EP_BANKS);
   s->digest = view->digest;
@@ -229,54 +281,77 @@ __device__ void adopt(const Domain& d, const Barrier& b) {
 // Thread 0: the number of this barrier, and what its cells say.
 __device__ void open_barrier(const Domain& d, Barrier& b, u32 tokens) {
   State* s = d.state;
-  b.step = s->barrier + 1;
+  b.step = s->barrier;
   b.began = wall_ns();
   b.deadline = b.began + d.step_timeout_ns;
-  b.higher = 0;
-  b.doomed = b.adopted = 0;
+  b.doomed = b.adopted = b.fresh = b.again = 0;
+  b.who = d.me;
+  b.kind = BarrierDecision::kWait;
+  s->waiting = 0;
   if (!s->epoch) found(d, s);
-  const Staged* v = d.staged + s->bank;
-  b.running = s->epoch ? Known{s->epoch, v->digest, v->incarnation} : Known{0, 0, nullptr};
-  b.staged_count = later_views(d, s->epoch, b.staged);
-  snapshot(s, b);
-  new_version(d, b);
-  d.record->info.tokens[d.me] = tokens;
+  if (s->epoch) {
+    say(d, b, tokens);
+  } else {
+    b.running = Known{0, 0, nullptr};
+    b.staged_count = later_views(d, 0, b.staged);
+    // The daemon shows a view with joiners to others when each of them has come to its first barrier.
+    Waiter{d, kPhaseJoin, 0, d.me, b.began}.write_wait();
+  }
   s->torn = 1;
   s->tearing = 0;
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) s->sequence[c] = s->opened[c] = s->readers[c] = s->summed[c] = 0;
-  // The daemon shows a view with joiners to others when each of them has come to its first barrier.
-  if (!b.running.epoch) Waiter{d, kPhaseBarrier, 0, d.me, b.began}.record_wait();
   fence_system();
 }
 
-// Whether somebody went on in a later view without this rank. Marks of earlier epochs were for an earlier incarnation.
-__device__ bool left_behind(const Domain& d, u64 epoch) {
-  const u8* leave = d.region(d.me) + d.leave;
+// Whether somebody went on in a later view without this rank. Marks of earlier epochs were for an earlier incarnation, and so
+// was one of an epoch whose view is staged here, with this incarnation in it.
+__device__ bool left_behind(const Domain& d, const Barrier& b) {
+  if (!b.running.epoch) return false;
   for (u32 r = 0; r < d.ranks; ++r) {
-    const u64 mark = load_relaxed(reinterpret_cast<const u64*>(leave + r * sizeof(ep::Flag)));
-    if ((mark & 0xff) == ep::kLeaveExpelled && epoch && short(u16(mark >> 8) - u16(epoch)) > 0) return true;
+    const u64 mark = leave_mark(d, r);
+    u64& past = d.state->past_marks[r];
+    if ((mark & 0xff) != ep::kLeaveExpelled || mark == past) continue;
+    const int ahead = epochs_ahead(mark, b.running.epoch);
+    const Known* view = ahead > 0 ? Rules{d, const_cast<Barrier&>(b)}.staged(b.running.epoch + u64(ahead)) : nullptr;
+    if (ahead > 0 && !(view && view->incarnation[d.me] == d.state->incarnation)) return true;
+    past = mark;
   }
   return false;
 }
 
 // Thread 0, now and then while nothing is decided: what else ends the wait.
 __device__ u32 look_around(const Domain& d, const Barrier& b) {
-  const State* s = d.state;
-  if (load_relaxed(reinterpret_cast<const u32*>(&d.header->fenced)) >= s->incarnation || left_behind(d, b.running.epoch)) return EPC_STEP_EXPELLED;
+  State* s = d.state;
+  if (load_relaxed(reinterpret_cast<const u32*>(&d.header->fenced)) >= s->incarnation || left_behind(d, b)) return EPC_STEP_EXPELLED;
   const u64 now = wall_ns();
   if (now > b.deadline) return EPC_STEP_TIMEOUT;
-  if (now - b.began > d.suspect_ns) Waiter{d, kPhaseBarrier, 0, b.who, b.began}.record_wait();
+  if (!b.running.epoch) return kUndecided;
+  // Whoever tries again here after a time-out waits on.
+  if (s->wait_step != b.step || s->wait_rank != b.who) s->wait_step = b.step, s->wait_rank = b.who, s->wait_since = now;
+  if (now - s->wait_since > d.suspect_ns) Waiter{d, kPhaseBarrier, 0, b.who, s->wait_since}.write_wait();
   return kUndecided;
 }
 
-// One look at the cells: kUndecided, kFollow, or how the barrier ends.
-__device__ u32 try_decide(const Domain& d, Barrier& b, bool slow, bool both) {
+__device__ void read_dead(const Domain& d, Barrier& b) {
+  for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
+}
+
+__device__ u32 status_of(const Barrier& b) {
+  if (b.kind == BarrierDecision::kRun) return b.doomed ? EPC_STEP_DOOMED : EPC_STEP_RUN;
+  return b.kind == BarrierDecision::kExpelled ? EPC_STEP_EXPELLED : kUndecided;
+}
+
+// One look of a member at the cells: kUndecided, kAtAnother, or how the barrier ends.
+__device__ u32 try_decide(const Domain& d, Barrier& b, u32 tokens, bool slow, bool look) {
   Rules rules{d, b};
-  read_cells(d, b, both);
-  if (slow)
-    for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
+  if (slow) {
+    read_dead(d, b);
+    if (threadIdx.x == 0) b.higher = 0, b.unheard = 0;
+    __syncthreads();
+  }
+  read_cells(d, b, look);
   __syncthreads();
-  bool ready = b.running.epoch && !b.staged_count;
+  bool ready = !b.staged_count;
   for (u32 r = threadIdx.x; ready && r < d.ranks; r += kThreads) ready = plain(d, b, rules.seen(r), r);
   const bool run = __syncthreads_and(ready);
   if (threadIdx.x == 0) {
@@ -286,25 +361,85 @@ __device__ u32 try_decide(const Domain& d, Barrier& b, bool slow, bool both) {
       b.staged_count = later_views(d, d.state->epoch, b.staged);
       rules.decide();
     }
-    b.status = b.kind == BarrierDecision::kRun ? (b.doomed ? EPC_STEP_DOOMED : EPC_STEP_RUN) : b.kind == BarrierDecision::kExpelled ? EPC_STEP_EXPELLED : kUndecided;
-    if (b.status == kUndecided && b.higher > b.step) b.status = kFollow;
+    b.status = status_of(b);
+    // A later barrier is joined only where this one cannot be decided any more: a rank that is merely slower than others, in
+    // steps without exchanges, must not skip it. Every live member has written for this one or a later one, so nothing for
+    // it is still on its way; and as they may have written theirs since these were read, and have passed, twice.
+    const bool left = b.status == kUndecided && look && b.higher > b.step && !b.unheard;
+    if (left && b.again) {
+      b.step = d.state->barrier = b.higher;
+      say(d, b, tokens);
+      b.status = kAtAnother;
+    } else if (look) {
+      b.again = left;
+    }
     if (b.status == kUndecided && slow) b.status = look_around(d, b);
   }
   __syncthreads();
   return b.status;
 }
 
-// A later barrier is joined only where this one cannot be decided: a rank that is merely slower than others, in steps
-// without exchanges, must not skip it.
-__device__ void follow(const Domain& d, Barrier& b, u32 tokens) {
+// Thread 0: what a joiner does about a barrier that takes it in. kAtAnother: it has a view now and writes a cell like a member.
+__device__ u32 enter(const Domain& d, Barrier& b, u32 tokens) {
+  State* s = d.state;
+  const Rules rules{d, b};
+  const Known* view = rules.staged(b.epoch);
+  if (const u64 least = rules.least_done(view->incarnation); least != kNothing) s->done = least;
+  bool already = false;
+  for (u32 r = 0; r < d.ranks; ++r) {
+    const Seen* c = rules.seen(r);
+    already |= r != d.me && c->valid && c->step == b.step && c->epoch() >= b.epoch;
+  }
+  if (!already) return status_of(b);
+  s->epoch = b.epoch;
+  s->bank = u32(b.epoch % EP_BANKS);
+  s->digest = view->digest;
+  b.step = s->barrier = past_floor(s, b.step);
+  b.kind = BarrierDecision::kWait;
+  b.doomed = 0;
+  Waiter{d, kPhaseNone, 0, d.me, b.began}.write_wait();
+  say(d, b, tokens);
+  return kAtAnother;
+}
+
+// One look of a rank without a view. It writes nothing before it has one: its cell would be taken for a member's. Of each
+// parity it takes the highest number that members have written; an earlier group may have left cells of higher ones.
+__device__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bool slow) {
+  Rules rules{d, b};
+  if (slow) read_dead(d, b);
   if (threadIdx.x == 0) {
-    b.step = b.higher;
-    b.staged_count = later_views(d, d.state->epoch, b.staged);
-    snapshot(d.state, b);
-    new_version(d, b);
+    b.staged_count = later_views(d, 0, b.staged);
+    b.newest[0] = b.newest[1] = 0;
+    b.kind = BarrierDecision::kWait;
   }
   __syncthreads();
-  send_cells(d, b, tokens);
+  for (u32 i = threadIdx.x; i < 2 * d.ranks; i += kThreads) {
+    u64 step;
+    u32 inc;
+    if (i / 2 != d.me && peek(cell_at(d, d.me, i / 2, i % 2), &step, &inc) && known(b, i / 2, inc)) raise(&b.newest[i % 2], step);
+  }
+  __syncthreads();
+  for (u32 turn = 0; turn < 2 && b.kind != BarrierDecision::kRun; ++turn) {
+    const u64 step = (b.newest[0] > b.newest[1]) == (turn == 0) ? b.newest[0] : b.newest[1];
+    if (!step) continue;
+    if (threadIdx.x == 0) b.step = step;
+    __syncthreads();
+    read_cells(d, b, false);
+    __syncthreads();
+    if (threadIdx.x == 0) rules.decide();
+    __syncthreads();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (b.kind == BarrierDecision::kRun) {
+      b.status = enter(d, b, tokens);
+    } else {
+      b.step = d.state->barrier;
+      b.status = slow ? look_around(d, b) : kUndecided;
+    }
+  }
+  __syncthreads();
+  return b.status;
 }
 
 // Thread 0: what was decided becomes this rank's state.
@@ -315,9 +450,9 @@ __device__ void conclude(const Domain& d, Barrier& b, u32 status) {
   b.adopted = settled && b.epoch != s->mapped;
   if (b.adopted) s->mapped = b.epoch;
   if (status == EPC_STEP_RUN) {
+    // All run the work after the least; who is ahead undoes its last one.
     const u64 least = Rules{d, b}.least_done(s->incarnations);
-    // All run the work after the least; who is ahead undoes its last one, and a joiner takes the others' word.
-    if (d.agreed && least != ~0ull && (least < s->done || !b.running.epoch)) s->done = least;
+    if (d.agreed && least < s->done) s->done = least;
     d.record->info.work = d.agreed ? s->done + 1 : 0;
     d.record->info.settled = d.agreed ? s->done : 0;
     s->torn = 0;
@@ -339,18 +474,17 @@ __device__ void take_tables(const Domain& d, u64 epoch) {
 __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
   __shared__ Barrier b;
   wait_for_previous_kernel();
-  for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
+  read_dead(d, b);
   for (u32 i = threadIdx.x; d.count_loads && i < d.layers * d.experts; i += kThreads) d.pending[i] = 0;
   if (threadIdx.x == 0) open_barrier(d, b, tokens);
   __syncthreads();
   u32 status = b.running.epoch || b.staged_count ? kUndecided : EPC_STEP_NO_VIEW;
-  // A joiner has no barrier of its own until it has seen one; alone in its view it opens the first.
-  if (status == kUndecided) send_cells(d, b, tokens);
-  for (u32 polls = 1; status == kUndecided || status == kFollow; ++polls) {
+  if (b.fresh) send_cells(d, b);
+  for (u32 polls = 1; status == kUndecided || status == kAtAnother; ++polls) {
     __syncthreads();
     const bool slow = polls % 64 == 0;
-    status = try_decide(d, b, slow, slow || polls == 1);
-    if (status == kFollow) follow(d, b, tokens);
+    status = b.running.epoch ? try_decide(d, b, tokens, slow, slow || polls == 1 || b.again) : try_join(d, b, tokens, slow);
+    if (status == kAtAnother) send_cells(d, b);
   }
   __syncthreads();
   if (threadIdx.x == 0) conclude(d, b, status);

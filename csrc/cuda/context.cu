@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "../common/barrier.h"
 #include "../common/sys.h"
 #include "ptx.cuh"
 
@@ -124,6 +125,28 @@ int epc_context::open_exchanges() {
   return 0;
 }
 
+// What an earlier incarnation, or another group on the same regions, left in this one: the highest number that anything names,
+// for the next barrier is past it, and marks, which are not for this incarnation. Doomed barriers leave marks and cells and no
+// step in the header.
+int epc_context::read_region(State* initial) {
+  const u32 ranks = domain.ranks;
+  const u8* own = domain.region(domain.me);
+  std::vector<ep::Flag> marks(ranks);
+  std::vector<u8> cells(2 * ranks * domain.cell_bytes);
+  EPC_TRY(cudaMemcpy(marks.data(), own + domain.leave, ranks * sizeof(ep::Flag), cudaMemcpyDeviceToHost));
+  EPC_TRY(cudaMemcpy(cells.data(), own + domain.cells, cells.size(), cudaMemcpyDeviceToHost));
+  u64 last = header->step.load();
+  auto note = [&last](u64 step) { last = step > last ? step : last; };
+  for (u32 r = 0; r < ranks; ++r) {
+    initial->past_marks[r] = marks[r].word;
+    note(ep::leave_step(marks[r].word));
+    for (u32 parity = 0; parity < 2; ++parity) note(reinterpret_cast<const ep::Cell*>(cells.data() + (parity * ranks + r) * domain.cell_bytes)->step);
+  }
+  initial->floor = last;
+  initial->barrier = last + 1;
+  return 0;
+}
+
 int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   const ep_geometry& g = config.geometry;
   if (int bad = ep::check_geometry(g)) return bad;
@@ -196,7 +219,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   State initial{};
   initial.torn = 1;
   initial.incarnation = config.incarnation;
-  initial.barrier = header->step.load();  // what earlier incarnations left in the region is of earlier steps
+  if (int bad = read_region(&initial)) return bad;
   EPC_TRY(cudaMemcpy(d.state, &initial, sizeof initial, cudaMemcpyHostToDevice));
   if (int bad = open_exchanges()) return bad;
   EPC_TRY(cudaDeviceSynchronize());

@@ -48,5 +48,6 @@ struct epc_context {
   int allocate(T** out, epc::u64 count);
   int open_memory(int data_fd, int header_fd);
   int open_exchanges();
+  int read_region(epc::State* initial);
   int check_formats() const;
 };

@@ -33,7 +33,10 @@ struct Barrier {
   Known running;
   Known staged[EP_BANKS], mine[EP_BANKS];  // staged by now; as written in my cell
   u32 staged_count, mine_count;
-  u64 higher;
+  u32 tokens, fresh;      // what my cell announces; whether it has to be written
+  u64 higher;             // a later barrier's number
+  u32 unheard, again;     // a live member has written for no such number yet; the last look found that this one is left
+  u64 newest[2];          // joiner: the highest numbers that members have written, by parity
   u32 dead[kMaxRanks];
   BarrierDecision::Kind kind;
   u64 epoch, base;

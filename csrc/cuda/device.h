@@ -44,7 +44,7 @@ struct __align__(16) Copies {
   u32 count;          // more than two: see the bank's list of replicas
 };
 
-enum Phase : u32 { kPhaseNone = 0, kPhaseBarrier = 1, kPhaseDispatch = 2, kPhaseCombine = 3 };
+enum Phase : u32 { kPhaseNone = 0, kPhaseBarrier = 1, kPhaseDispatch = 2, kPhaseCombine = 3, kPhaseJoin = 4 };  // as in ep_status
 enum Half : u32 { kSend = 1, kReceive = 2 };
 
 // Private device memory of a rank. One step's truth; written by the barrier kernel, read by all others.
@@ -58,14 +58,20 @@ struct State {
   u32 incarnations[kMaxRanks];
   u32 readers[EP_MAX_CHANNELS];   // blocks of the running combine that have read `sequence`
   u32 summed[EP_MAX_CHANNELS];    // blocks of the running combine whose sums are done (overlap.cu, fused.cu)
-  u32 tearing, pad;
-  u64 barrier;                    // highest barrier number that was decided
+  u32 tearing;
+  u32 waiting;                    // 1: some thread's wait is on record; others that wait, too, have their turn after it
+  u64 barrier;                    // number of the barrier that this rank is at, or goes to next
+  u64 floor;                      // the highest number that anything named in this region when this context came
   u64 digest;
   u64 mapped;                     // the view that Domain::active holds
-  u64 tried_step, tried_highest;  // the last barrier cell: its number and the highest staged view it named
+  u64 said, said_views[EP_BANKS];  // the last barrier cells: their number, and the staged views that they name
+  u32 said_count, said_tokens;
+  u64 wait_step, wait_since;      // the last wait at a barrier
+  u32 wait_rank, pad;
   u64 begun, ended;               // barriers and step ends that have run
   u64 done;                       // agreed completion: works complete here
   u64 written;                    // version of the last barrier cells
+  u64 past_marks[kMaxRanks];      // leave marks that were for an earlier incarnation
 };
 
 // What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.

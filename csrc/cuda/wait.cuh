@@ -82,6 +82,7 @@ struct Waiter {
   const Domain& d;
   u32 phase, exchange, source;
   u64 since = 0;
+  bool recorded = false;
 
   // The slow path. 0, or why the wait is over.
   __device__ __noinline__ u32 check(u64 seen, u64 want, u32* who) {
@@ -110,8 +111,14 @@ struct Waiter {
   // In some kernels the first blocks only push, so the last one tells of waits, too.
   __device__ __forceinline__ bool speaks() const { return blockIdx.x == 0 || blockIdx.x + 1 == gridDim.x; }
 
-  // For the daemon, so that a hung rank can be told from a slow one.
+  // For the daemon, so that a hung rank can be told from a slow one. There is one record for the threads and channels that
+  // wait: it is one wait's until that is over, never parts of two, nor withdrawn by the end of another's.
   __device__ void record_wait() {
+    if (!recorded && atomicExch(&d.state->waiting, 1u) != 0) return;
+    recorded = true;
+    write_wait();
+  }
+  __device__ void write_wait() {
     ep::WaitRecord* w = &d.header->wait;
     store_relaxed(reinterpret_cast<u32*>(&w->exchange), exchange);
     store_relaxed(reinterpret_cast<u32*>(&w->rank), source);
@@ -120,7 +127,13 @@ struct Waiter {
   }
 
   __device__ __forceinline__ void done() {
-    if (since && speaks()) store_relaxed(reinterpret_cast<u32*>(&d.header->wait.phase), kPhaseNone);
+    if (recorded) withdraw();
+  }
+  __device__ __noinline__ void withdraw() {
+    store_relaxed(reinterpret_cast<u32*>(&d.header->wait.phase), kPhaseNone);
+    fence_system();
+    atomicExch(&d.state->waiting, 0u);
+    recorded = false;
   }
 };
 
