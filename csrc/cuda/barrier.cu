@@ -500,8 +500,8 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
   __shared__ u32 left;  // the first rank that has left this step
   if (threadIdx.x == 0) left = kNobody;
   __syncthreads();
-  bool whole = load_relaxed(&s->torn) == 0;
-  const bool torn = !whole;
+  const bool torn = load_relaxed(&s->torn) != 0;
+  bool whole = !torn;
   fence_system();
   if (threadIdx.x < EP_MAX_CHANNELS) whole = whole && s->opened[threadIdx.x] == s->sequence[threadIdx.x];
   if (threadIdx.x < d.ranks && threadIdx.x != d.me) {
@@ -518,8 +518,11 @@ __global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ 
       if (d.pending[i]) loads[i] += d.pending[i];
   }
   if (threadIdx.x) return;
-  // No wait of ours met it, so nobody has written down why yet.
-  if (!torn && left != kNobody) d.record->fault = {s->step, s->epoch, EPC_WHY_PEER_LEFT, kPhaseNone, 0, left};
+  // No wait of ours met it, so nobody has said so yet: a peer may be waiting for the exchange that was left open here.
+  if (!torn && !complete) {
+    if (left != kNobody) tear(d, kPhaseNone, 0, EPC_WHY_PEER_LEFT, left);
+    else tear(d, kPhaseNone, 0, EPC_WHY_ENGINE, d.me);
+  }
   *complete_flag = complete;
   d.record->info.complete = complete;
   d.record->info.ended = 1;
