@@ -159,20 +159,21 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) return;
+  const u32 worker = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, warps = gridDim.x * (blockDim.x / 32);
+  if (__syncthreads_or(now.torn)) return spoil_rows(a, worker, warps);
   const int* counts = a.totals;
   run_offsets(d, x, counts, offsets);
   if (!runs_fit(a, counts, offsets, blockIdx.x == 0)) return;
   if (blockIdx.x == 0) publish_counts(a);
-  const u32 warps = gridDim.x * (blockDim.x / 32), vectors = a.row_bytes / 16;
+  const u32 vectors = a.row_bytes / 16;
   if (x.layout == EP_LAYOUT_CONTIGUOUS) {
     int* published = reinterpret_cast<int*>(d.region(d.me) + x.at.slot_offsets);
     for (u32 run = threadIdx.x; blockIdx.x == 0 && run <= d.slots; run += blockDim.x) published[run] = int(offsets[run]);
-    label_rows(a, counts, offsets, blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, warps);
+    label_rows(a, counts, offsets, worker, warps);
   }
   const u32 parts = (vectors + kPartVectors - 1) / kPartVectors;
   const u64 items = total_rows(d, x) * parts;
-  for (u64 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < items; item += warps) {
+  for (u64 item = worker; item < items; item += warps) {
     const u64 row = item / parts;
     const u32 part = u32(item % parts);
     copy_part(a, row, part, offsets);

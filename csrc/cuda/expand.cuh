@@ -201,6 +201,13 @@ __device__ __forceinline__ void label_rows(const ExpandArgs& a, const int* count
   }
 }
 
+// For a block that leaves a step which is torn, before it has labelled its share: others may have filled rows of it, which only
+// their share's labels would have noted. Rows that pad a run later must not show what they left.
+__device__ __noinline__ inline void spoil_rows(const ExpandArgs& a, u32 worker, u32 workers) {
+  if (a.exchange.layout != EP_LAYOUT_CONTIGUOUS) return;
+  for (u32 row = worker * 32 + threadIdx.x % 32; row < a.exchange.at.expanded_rows; row += workers * 32) a.dirty[row] = 1;
+}
+
 // The outputs of a token of any source that this rank owes: row and weight per lane, in top-k order. token: source * cap + index.
 struct TokenOutputs {
   int place;     // -1: none

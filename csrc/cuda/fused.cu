@@ -137,15 +137,18 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
   const DispatchArgs& a = p.dispatch;
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
+  // A warp's share of the labels: the last warps have the fewest rows to move.
+  auto worker = [] { return (blockIdx.x + 1) * (blockDim.x / 32) - 1 - threadIdx.x / 32; };
+  auto workers = [] { return gridDim.x * (blockDim.x / 32); };
   Now now;
-  if (!send_rows<Payload>(a, nullptr, s.send, now)) return;
+  if (!send_rows<Payload>(a, nullptr, s.send, now)) return spoil_rows(p.expand, worker(), workers());
   let_next_kernel_start();
   __syncthreads();
   const Table t(d, x);
   u64* bits = reinterpret_cast<u64*>(s.send.map);
   u16* ids = reinterpret_cast<u16*>(shared);
   int* places = reinterpret_cast<int*>(shared + (t.entries + 7) / 8 * 16);
-  if (!await_all(a, now, bits)) return;
+  if (!await_all(a, now, bits)) return spoil_rows(p.expand, worker(), workers());
   // A masked block has its place whatever the others have: only one thread block needs the counts.
   const bool contiguous = x.layout == EP_LAYOUT_CONTIGUOUS, counts = contiguous || blockIdx.x == 0;
   read_table(a, t, bits, ids, s.places.counts, counts);
@@ -159,9 +162,7 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
     if (i < d.slots) slot_counts(d, x)[i] = s.places.counts[i];
     if (contiguous) reinterpret_cast<int*>(d.region(d.me) + x.at.slot_offsets)[i] = int(s.places.offsets[i]);
   }
-  // The last warps have the fewest rows to move.
-  const u32 warps = blockDim.x / 32;
-  if (contiguous) label_rows(p.expand, s.places.counts, s.places.offsets, (blockIdx.x + 1) * warps - 1 - threadIdx.x / 32, gridDim.x * warps);
+  if (contiguous) label_rows(p.expand, s.places.counts, s.places.offsets, worker(), workers());
   for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += gridDim.x)
     expand_chunk(p, t, chunk, bits, ids, s.places.offsets, places);
 }

@@ -85,7 +85,11 @@ __global__ void __launch_bounds__(kThreads, 1) push_and_expand_kernel(const __gr
   BulkRows::begin(shared);
   wait_for_previous_kernel();
   const Now now = read_now(p.dispatch.domain, p.dispatch.exchange);
-  if (__syncthreads_or(now.torn)) return;
+  if (__syncthreads_or(now.torn)) {
+    const u32 warps = blockDim.x / 32, block = blockIdx.x - p.pushers;
+    if (blockIdx.x >= p.pushers) spoil_rows(p.expand, block * warps + threadIdx.x / 32, (gridDim.x - p.pushers) * warps);
+    return;
+  }
   if (blockIdx.x < p.pushers)
     push_chunks(p, now, shared, targets);
   else
