@@ -463,12 +463,18 @@ __device__ void conclude(const Domain& d, Barrier& b, u32 status) {
   }
 }
 
-// The tables of the adopted view to their one place.
-__device__ void take_tables(const Domain& d, u64 epoch) {
+// The tables of the adopted view to their one place; whether some expert has no copy.
+__device__ bool take_tables(const Domain& d, u64 epoch) {
   const u32 entries = d.layers * d.experts, held = d.layers * d.slots;
   const int4* from = reinterpret_cast<const int4*>(d.maps + epoch % EP_BANKS * entries);
-  for (u32 i = threadIdx.x; i < entries; i += kThreads) reinterpret_cast<int4*>(d.active)[i] = __ldcg(from + i);
+  bool lacks = false;
+  for (u32 i = threadIdx.x; i < entries; i += kThreads) {
+    const int4 copies = __ldcg(from + i);
+    reinterpret_cast<int4*>(d.active)[i] = copies;
+    lacks |= copies.w == 0;  // Copies::count
+  }
   for (u32 i = threadIdx.x; i < held; i += kThreads) d.slot_experts[i] = __ldcg(d.slot_banks + epoch % EP_BANKS * held + i);
+  return __syncthreads_or(lacks);
 }
 
 __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
@@ -489,7 +495,12 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   __syncthreads();
   if (threadIdx.x == 0) conclude(d, b, status);
   __syncthreads();
-  if (b.adopted) take_tables(d, b.epoch);
+  if (b.adopted) {
+    const bool lacks = take_tables(d, b.epoch);
+    if (threadIdx.x == 0) d.state->lacking = lacks;
+  }
+  // What is done about lost experts can change from step to step; for one step all of its kernels do the same.
+  if (threadIdx.x == 0 && d.state->lacking) d.state->policy = load_relaxed(reinterpret_cast<const u32*>(&d.header->policy));
   publish(d, b, status);
 }
 

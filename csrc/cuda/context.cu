@@ -179,7 +179,6 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.hidden = g.hidden;
   d.layers = g.layers;
   d.count_loads = config.count_loads;
-  d.serve_lost = g.serve_lost;
   d.agreed = g.agreed;
   d.leave = layout.base.leave;
   d.cells = layout.base.cells;

@@ -64,6 +64,8 @@ struct State {
   u64 floor;                      // the highest number that anything named in this region when this context came
   u64 digest;
   u64 mapped;                     // the view that Domain::active holds
+  u32 lacking;                    // 1: in it some expert has no copy
+  u32 policy;                     // what is done about tokens that need such a one: EP_POLICY_*; read at the barrier
   u64 said, said_views[EP_BANKS];  // the last barrier cells: their number, and the staged views that they name
   u32 said_count, said_tokens;
   u64 wait_step, wait_since;      // the last wait at a barrier
@@ -98,7 +100,7 @@ struct Record {
 struct Domain {
   u8* base;      // rank r's data region begins at base + r * stride
   u64 stride;
-  u32 me, ranks, topk, experts, slots, hidden, layers, count_loads, serve_lost, agreed;
+  u32 me, ranks, topk, experts, slots, hidden, layers, count_loads, agreed;
   u64 leave, cells, cell_bytes, loads;
   u64 exchange_timeout_ns, step_timeout_ns, suspect_ns;
   State* state;

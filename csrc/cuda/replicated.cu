@@ -16,10 +16,12 @@ __device__ __forceinline__ bool keep_token(const DispatchArgs& a, const Now& now
   const u32 lane = threadIdx.x % 32, k = d.topk;
   bool lost = false, bad = false;
   if (token < a.tokens) {
-    const Ahead mine = read_routing(a, Chunk{0, a.tokens, 0, 1}, token);
+    Ahead mine = read_routing(a, Chunk{0, a.tokens, 0, 1}, token);
     const u32 served = serve_lane(a, now, mine.id, map, token, 0, lost, bad);  // all choose alike
     if (d.count_loads && (served != kNobody || lost) && d.me == (lost ? d.state->member[0] : served >> 16))
       atomicAdd(d.pending + u64(a.layer) * d.experts + u32(mine.id), 1u);
+    const bool any_lost = __any_sync(~0u, lost);
+    if (any_lost) mine.weight = spread_lost(d, served != kNobody || lost, served != kNobody, mine.weight);
     const bool here = served != kNobody && served >> 16 == d.me;
     const u64 at = u64(token) * k + lane;
     if (lane < k) {
@@ -28,7 +30,6 @@ __device__ __forceinline__ bool keep_token(const DispatchArgs& a, const Now& now
       reinterpret_cast<int*>(own + x.at.recv_ids)[at] = here ? int(served & 0xffff) : -1;
       reinterpret_cast<float*>(own + x.at.recv_weights)[at] = here ? mine.weight : 0.f;
     }
-    const bool any_lost = __any_sync(~0u, lost);
     if (a.lost && lane == 0) a.lost[token] = any_lost;
     u8* to = own + x.at.rows + u64(token) * a.row_bytes;
     for (u32 v = lane; v < a.row_bytes / 16; v += 32) store_stream(to + v * 16, load_stream(a.x + u64(token) * a.row_bytes + v * 16));

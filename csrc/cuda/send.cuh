@@ -48,11 +48,24 @@ __device__ __forceinline__ u32 serve_lane(const DispatchArgs& a, const Now& now,
   if (id >= 0 && id < d.experts) {
     const u32 served = serve(d, now, map[u32(id)], a.layer, u32(id), token, who);
     lost = served == kNobody;
-    if (lost && !d.serve_lost) bad = true, tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_LOST, d.me, a.layer, u32(id));
+    if (lost && !(d.state->policy & EP_POLICY_SERVE)) bad = true, tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_LOST, d.me, a.layer, u32(id));
     return served;
   }
   if (id != -1) bad = true, tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_IDS, d.me, a.layer, u32(id));
   return kNobody;
+}
+
+// The weights of a token's lost experts go to those that are left, in proportion; a warp. In the order of cpu/route.cpp.
+static __device__ __noinline__ float spread_lost(const Domain& d, bool named, bool left, float weight) {
+  if (!(d.state->policy & EP_POLICY_RENORMALISE)) return weight;
+  const u32 of = __ballot_sync(~0u, named), to = __ballot_sync(~0u, left);
+  float all = 0.f, rest = 0.f;
+  for (u32 i = 0; i < d.topk; ++i) {
+    const float w = __shfl_sync(~0u, weight, i);
+    if (of >> i & 1) all += w;
+    if (to >> i & 1) rest += w;
+  }
+  return left && rest != 0.f ? weight * (all / rest) : weight;
 }
 
 // A warp per row: who serves its experts, where they are noted for combine, and the tails to every target. False: torn.
@@ -64,7 +77,7 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
   bool bad = false;
   for (u32 i = threadIdx.x / 32; i < c.rows; i += warps) {
     const u32 row = c.row(i), token = row / x.rows_per_token, only = row % x.rows_per_token;
-    const Ahead mine = ahead.first;
+    Ahead mine = ahead.first;
     ahead.first = ahead.second;
     ahead.second = read_routing(a, c, i + 2 * warps);
     const u64 at = u64(token) * k + lane;
@@ -72,11 +85,12 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
     bool lost = false;
     u32 served = serve_lane(a, now, mine.id, map, token, d.me, lost, bad);
     if (d.count_loads && first && (served != kNobody || lost)) atomicAdd(d.pending + u64(a.layer) * d.experts + u32(mine.id), 1u);
+    const bool any_lost = __any_sync(~0u, lost);
+    if (any_lost) mine.weight = spread_lost(d, served != kNobody || lost, served != kNobody, mine.weight);
     if (lane < k && first) {
       x.route[at] = served;
       x.route_weights[at] = mine.weight;
     }
-    const bool any_lost = __any_sync(~0u, lost);
     if (a.lost && lane == 0) a.lost[token] = any_lost;
     if (x.rows_per_token > 1 && lane != only) served = kNobody;
     Mask m = gather_mask(served, d.ranks);

@@ -14,7 +14,6 @@ from elasticep.client.exchange import Exchange, Flight
 from elasticep.client.handle import DispatchInput
 from elasticep.client.received import Received
 from elasticep.errors import UsageError
-from elasticep.group import LostExperts
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class CudaExchange(Exchange):
         self._cuda = session._cuda
         self._device, self._where = self._cuda.device, str(self._cuda.device)
         super().__init__(session, name, spec, number)
-        self._serve_lost = session.config.lost_experts is LostExperts.SERVE
+        self._gpu_session = session
         geometry = session.config.geometry
         self._made = [
             CudaReceivedTensors(self._cuda, spec, geometry, number, channel)
@@ -72,7 +71,7 @@ class CudaExchange(Exchange):
         made = self._made[channel]
         flight.step._note_lost(flight.lost)
         all_ok = made.fixed.token_ok[: flight.tokens]
-        token_ok = flight.lost == 0 if self._serve_lost else all_ok
+        token_ok = flight.lost == 0 if self._gpu_session.serves else all_ok
         flight.received = made.received(flight.layer, token_ok, self._scale[channel])
         flight.phase = "received"
         return flight.received

@@ -160,6 +160,25 @@ def test_lost_experts(make: Callable[..., Any]) -> None:
     assert step.token_ok.tolist() == [True, False, True]
 
 
+def test_what_is_done_about_lost_experts_is_what_operators_say_now(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    handle.lose = [1]
+    session = make(handle)  # of a group that was made with `refuse`
+    exchange = session.exchange("decode")
+    for serves, told in ((False, [True] * 3), (True, [True, False, True])):
+        handle.serves = serves
+        with session.step(3) as step:
+            recv = exchange.dispatch(0, *inputs(3))
+            assert recv.token_ok.tolist() == told
+            exchange.combine(0, recv)
+        assert step.token_ok.tolist() == [True, False, True]
+        if serves:
+            assert step.complete
+        else:
+            with pytest.raises(ExpertsLost):
+                _ = step.complete
+
+
 def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
     handle = Handle()
     session = make(handle)
