@@ -160,7 +160,9 @@ def test_lost_experts(make: Callable[..., Any]) -> None:
     assert step.token_ok.tolist() == [True, False, True]
 
 
-def test_what_is_done_about_lost_experts_is_what_operators_say_now(make: Callable[..., Any]) -> None:
+def test_what_is_done_about_lost_experts_is_what_operators_say_now(
+    make: Callable[..., Any],
+) -> None:
     handle = Handle()
     handle.lose = [1]
     session = make(handle)  # of a group that was made with `refuse`

@@ -1,0 +1,22 @@
+"""What dispatch kernels do about torn steps and lost experts, on an emulated GPU."""
+
+from elasticep.native.cuda_structs import Why
+from tests.emulated.stand import run
+
+SCENES = "tests.emulated.scenes_exchange"
+
+
+def test_what_pads_a_run_is_zero_after_a_step_that_only_some_blocks_left() -> None:
+    """Those who went on filled rows whose labels were for others to write."""
+    assert run(f"{SCENES}:padding", sms=12, torn_steps=12) == 0
+
+
+def test_what_is_done_about_lost_experts_changes_while_ranks_run() -> None:
+    """Refused, flagged, and flagged with the weights that are left raised to the same sum, bit for
+    bit as on the CPU; in rows per rank, per expert, and with replicated input.
+    """
+    for at, told in enumerate(run(f"{SCENES}:lost_experts")):
+        if at % 3 == 0:
+            assert told["why"] == [Why.LOST, Why.LOST]
+        else:
+            assert told == {"why": [0, 0], "flagged": True, "same": True}
