@@ -13,6 +13,8 @@ struct Graph {
 
 extern "C" {
 
+// Of the blocks that begin from now on.
+EP_API void epe_set_seed(uint64_t seed) { epe::settings().seed = seed; }
 EP_API int epe_set_device(int device) { return cudaSetDevice(device); }
 EP_API void* epe_stream_create() { return epe::new_stream(false); }
 EP_API int epe_stream_destroy(void* stream) { return epe::end_stream(static_cast<cudaStream_t>(stream)); }

@@ -20,14 +20,9 @@ uint64_t number_from(const char* name, uint64_t usual) {
 
 }  // namespace
 
-const Settings& settings() {
-  static const Settings read = [] {
-    Settings s{};
-    s.devices = uint32_t(number_from("ELASTICEP_EMULATED_DEVICES", 2));
-    s.sms = uint32_t(number_from("ELASTICEP_EMULATED_SMS", 4));
-    s.seed = number_from("ELASTICEP_EMULATED_SEED", 0);
-    return s;
-  }();
+Settings& settings() {
+  static Settings read{uint32_t(number_from("ELASTICEP_EMULATED_DEVICES", 2)), uint32_t(number_from("ELASTICEP_EMULATED_SMS", 4)),
+                       {number_from("ELASTICEP_EMULATED_SEED", 0)}};
   return read;
 }
 
@@ -86,8 +81,9 @@ void Device::run_block(const Kernel& k, uint32_t index, uint64_t number) {
   block.dim = dim3(k.threads);
   block.index = {index, 0, 0};
   block.body = &k.body;
-  block.shuffled = settings().seed != 0;
-  block.dice = {settings().seed * 0x2545F4914F6CDD1Dull + uint64_t(getpid()) * 0x9E3779B97F4A7C15ull + number * 1000003 + index};
+  const uint64_t seed = settings().seed;
+  block.shuffled = seed != 0;
+  block.dice = {seed * 0x2545F4914F6CDD1Dull + uint64_t(getpid()) * 0x9E3779B97F4A7C15ull + number * 1000003 + index};
   if (block.shuffled && block.dice.below(4) == 0) usleep(block.dice.below(300));
   block.run();
 }

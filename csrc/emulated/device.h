@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -16,9 +17,9 @@ constexpr uint32_t kThreadsPerSm = 2048, kBlocksPerSm = 4, kSharedPerSm = 228 * 
 // Set by environment variables, read once: ELASTICEP_EMULATED_DEVICES, _SMS, _SEED.
 struct Settings {
   uint32_t devices, sms;
-  uint64_t seed;  // 0: threads and blocks in order; else in an order that follows from it
+  std::atomic<uint64_t> seed;  // 0: threads and blocks in order; else in an order that follows from it
 };
-const Settings& settings();
+Settings& settings();
 
 struct Kernel {
   uint32_t grid, threads;

@@ -20,6 +20,7 @@ from elasticep.native import library
 NAME: Final = "libelasticep_cuda_emulated.so"
 VARIABLE: Final = "ELASTICEP_CUDA_LIBRARY"
 PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "epe_set_seed": (None, (c_uint64,)),
     "epe_set_device": (c_int, (c_int,)),
     "epe_stream_create": (c_void_p, ()),
     "epe_stream_destroy": (c_int, (c_void_p,)),
@@ -49,7 +50,7 @@ def environment(*, devices: int = 2, sms: int = 4, seed: int = 0) -> dict[str, s
     """
     return {
         VARIABLE: str(path()),
-        "OMP_NUM_THREADS": "1",  # torch's threads would wait for work on the cores of the emulated GPU
+        "OMP_NUM_THREADS": "1",  # torch's threads would wait on the cores of the emulated GPU
         "ELASTICEP_EMULATED_DEVICES": str(devices),
         "ELASTICEP_EMULATED_SMS": str(sms),
         "ELASTICEP_EMULATED_SEED": str(seed),
@@ -74,6 +75,11 @@ def api() -> ctypes.CDLL:
 def _check(status: int, what: str) -> None:
     if status:
         raise UsageError(f"emulated GPU: {what} failed with CUDA error {status}")
+
+
+def set_seed(seed: int) -> None:
+    """What blocks that begin from now on follow; see `environment`."""
+    api().epe_set_seed(seed)
 
 
 class Stream:

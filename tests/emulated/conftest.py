@@ -26,4 +26,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _pools() -> Iterator[None]:
     yield
-    fleets.close_pools()
+    if fleets.pool.cache_info().currsize:
+        fleets.pool().close()

@@ -1,26 +1,22 @@
-"""Fleets of ranks on emulated GPUs, in children that several tests share."""
+"""Fleets of ranks on emulated GPUs, in children that the tests share."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any, Final
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.testing import emulated_cuda
 
-_POOLS: Final[dict[int, FleetPool]] = {}
 # CI's machine is slow and shared: nothing but a fault may run into these.
 PATIENCE: Final = {"exchange_timeout_ms": 60_000, "step_timeout_ms": 60_000}
+SET_SEED: Final = "tests.emulated.programs:set_seed"
 
 
-def pool(seed: int = 0) -> FleetPool:
-    """Children whose emulated GPUs have this seed."""
-    if seed not in _POOLS:
-        _POOLS[seed] = FleetPool(emulated_cuda.environment(seed=seed))
-    return _POOLS[seed]
-
-
-def close_pools() -> None:
-    while _POOLS:
-        _POOLS.popitem()[1].close()
+@functools.cache
+def pool() -> FleetPool:
+    return FleetPool(emulated_cuda.environment())
 
 
 def spread(ranks: int, processes: int) -> dict[str, Any]:
@@ -29,6 +25,15 @@ def spread(ranks: int, processes: int) -> dict[str, Any]:
     return {"seats": seats, "devices": tuple(p % 2 for p in range(processes))}
 
 
-def fleet(shape: bytes, ranks: int, processes: int = 2, seed: int = 0, **options: Any) -> Fleet:
+@contextlib.contextmanager
+def fleet(
+    shape: bytes, ranks: int, processes: int = 2, seed: int = 0, **options: Any
+) -> Iterator[Fleet]:
+    """A fleet whose kernels follow `seed`."""
     spec = FleetSpec(geometry=shape, **spread(ranks, processes), **{**PATIENCE, **options})
-    return Fleet(spec, pool(seed))
+    with Fleet(spec, pool()) as opened:
+        if seed:
+            opened.run(SET_SEED, seed=seed)
+        yield opened
+        if seed:
+            opened.run(SET_SEED, seed=0)

@@ -5,7 +5,12 @@ from elasticep.bench.device_streams import Graph, copy, synchronize
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.native import abi
 from elasticep.native import cuda as native
+from elasticep.testing import emulated_cuda
 from tests.gpu.programs import new_batch, seats_of
+
+
+def set_seed(_: Member, seed: int) -> None:
+    emulated_cuda.set_seed(seed)
 
 
 def abi_version(_: Member) -> int:

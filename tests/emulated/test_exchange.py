@@ -50,12 +50,14 @@ def test_bulk_copies(dtype: abi.Dtype) -> None:
 
 @pytest.mark.parametrize("tuning", [native.Tuning.NONE, native.Tuning.VIA_REGION])
 def test_batches_that_are_expanded_while_others_are_on_the_link(tuning: native.Tuning) -> None:
-    kinds = [PRESETS["expand_masked"], PRESETS["expand_sync"]]
+    """From 4 MiB of a full batch on; what is sent here is far less."""
     shapes = [
-        exchange(1024, dispatch=d, masked_room=0, **k) for d in (D.BF16, D.FP32) for k in kinds
+        exchange(1024, layout=L.MASKED, masked_room=300),
+        exchange(1024, layout=L.CONTIGUOUS, cpu_sync=True),
+        exchange(512, layout=L.MASKED, masked_room=300, dispatch=D.FP32),
     ]
-    shape = geometry(2, shapes, hidden=2048, experts=8, topk=2)
-    plans = [[(i, [70, 3]) for i in range(4)], [(i, [0, 130]) for i in range(4)]]
+    shape = geometry(2, shapes, hidden=2048, experts=4, topk=2, slots=2)
+    plans = [[(i, [70, 3]) for i in range(3)], [(i, [0, 130]) for i in range(3)]]
     with fleet(shape, 2, tuning=tuning) as f:
         judge(f.run(STEPS, 180.0, plans=plans), BOUNDS[D.BF16])
 

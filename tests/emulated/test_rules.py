@@ -1,9 +1,12 @@
 """Single rules of the CUDA data plane, on emulated GPUs: tests of tests/gpu, or smaller ones."""
 
+from typing import Any
+
 import pytest
 
+from elasticep.bench.fleet_cuda import FleetSpec
 from elasticep.native import cuda as native
-from tests.emulated.fleets import fleet, pool
+from tests.emulated.fleets import PATIENCE, fleet, pool
 from tests.gpu import test_exchange, test_formats
 from tests.gpu.shapes import D, exchange, geometry
 
@@ -32,12 +35,17 @@ for _module, _names in AS_ON_GPUS.items():
     globals().update({name: getattr(_module, name) for name in _names})
 
 
+def patient(**options: Any) -> FleetSpec:
+    return FleetSpec(**{**options, **PATIENCE})
+
+
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above take their children from here."""
+    """The tests above take their children from here, and have time for a slow machine."""
     monkeypatch.setattr(native, "device_count", lambda: 2)
     for module in AS_ON_GPUS:
         monkeypatch.setattr(module, "SHARED", pool())
+        monkeypatch.setattr(module, "FleetSpec", patient)
 
 
 def test_the_structures_have_one_size_on_both_sides() -> None:
