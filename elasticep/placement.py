@@ -84,11 +84,17 @@ def rebalance_experts(
         expert_count: int64 [layers, experts], replicas of each expert.
 
     Raises:
-        ConfigError: sizes that do not divide, or weights that are negative or not finite.
+        ConfigError: sizes that do not divide, or weights that are no tensor, negative or not
+            finite.
         SlotShortage: fewer replicas than experts.
     """
     import torch
 
+    if not isinstance(weight, torch.Tensor):
+        raise ConfigError(
+            f"weight is a {type(weight).__name__}; it must be a tensor [layers, experts], such as "
+            "torch.as_tensor(weight), or call `plan`, which takes arrays"
+        )
     on_cpu = weight.detach().cpu()
     loads = _integer_loads((on_cpu.double() if on_cpu.is_floating_point() else on_cpu).numpy())
     physical = physical_map(loads, num_replicas, num_groups, num_nodes, num_gpus)

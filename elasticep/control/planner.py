@@ -5,6 +5,7 @@ The method is told in `docs/placement.md`; the sources are `csrc/placement`.
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -273,7 +274,8 @@ def _checked_sizes(
         )
     seats = [info.rank for info in infos]
     if len(set(seats)) != len(seats):
-        raise ConfigError(f"a rank is named twice among {seats}")
+        twice = next(a for a, b in itertools.pairwise(seats) if a == b)
+        raise ConfigError(f"rank {twice} is named twice among {len(seats)}; name each rank once")
     if previous is not None and (previous.layers, previous.experts) != (layers, experts):
         raise ConfigError(
             f"the previous placement is for {previous.layers} layers of {previous.experts} "

@@ -375,7 +375,7 @@ def test_the_plan_explains_itself():
         ({"loads": np.ones((2, 4))}, "loads are float64"),
         ({"loads": np.ones(4, np.int64)}, "loads are int64 \\(4,\\)"),
         ({"loads": np.array([[1, -1, 1, 1]] * 2)}, "negative"),
-        ({"ranks": cluster(2, 4) + cluster(1, 4)}, "a rank is named twice"),
+        ({"ranks": cluster(2, 4) + cluster(1, 4)}, "rank 0 is named twice among 3"),
         ({"max_ranks": 1}, "do not fit into tables of 1 ranks"),
         ({"slots_per_rank": 3}, "do not fit into tables"),
         ({"policy": PlanPolicy(groups=3)}, "do not divide into 3 groups"),

@@ -98,6 +98,8 @@ def test_the_drop_in_takes_any_real_dtype_and_refuses_what_makes_no_sense():
         rebalance_experts(weight, 20, 1, 1, 4)
     with pytest.raises(ConfigError, match="non-finite"):
         rebalance_experts(torch.tensor([[1.0, float("nan")]]), 2, 1, 1, 2)
+    with pytest.raises(ConfigError, match="weight is a list; it must be a tensor"):
+        rebalance_experts([[1.0, 2.0]], 2, 1, 1, 2)
     with pytest.raises(SlotShortage):
         rebalance_experts(torch.ones(1, 9), 8, 1, 1, 4)
 
