@@ -1,6 +1,7 @@
 """`python -m elasticep.bench NAME ...` runs `main(arguments)` of `elasticep.bench.NAME`."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -28,4 +29,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up, as Ctrl-C does
     sys.exit(main(sys.argv[1:]))

@@ -11,11 +11,9 @@ import importlib
 import json
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from elasticep import errors
+from elasticep.testing.folders import make_folder, remove_folder
 
 DEADLINE_S: Final = 120.0
 MAX_BYTES: Final = 192 * 1024
@@ -68,7 +67,7 @@ class RankSet:
     ) -> None:
         self.system = system
         self.ranks = ranks
-        self._folder = tempfile.mkdtemp(prefix="eep-bench-")
+        self._folder = make_folder("eep-bench-")
         path = os.path.join(self._folder, "s")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
@@ -182,7 +181,7 @@ class RankSet:
                 process.wait()
         self._processes.clear()
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -283,6 +284,9 @@ def run_command(command: click.Command, words: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except click.Abort:  # Ctrl-C
+        click.echo("stopped", err=True)
+        return 128 + signal.SIGINT
     except ElasticEPError as error:
         click.echo(f"error: {error}", err=True)
         return 1

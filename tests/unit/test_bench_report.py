@@ -132,6 +132,15 @@ def test_errors_are_one_line_and_an_exit_status(capsys: pytest.CaptureFixture[st
     assert report.run_command(sample, ["--no-such-option"]) == 2
 
 
+def test_ctrl_c_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command("stopped")
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    assert report.run_command(command, []) == 130
+    assert capsys.readouterr().err.strip() == "stopped"
+
+
 def test_entry_lists_benches_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["no-such-bench"]) == 2
     assert "recovery" in capsys.readouterr().err

@@ -157,6 +157,7 @@ def test_config_files(tmp_path: Path) -> None:
         (MIXTRAL, (4096, 8, 2, 32, 14336, "bf16")),
         # every second of 48 layers (1, 3, 5, ...), but not layers 1 and 3
         (QWEN, (2048, 128, 8, 22, 768, "bf16")),
+        ({**QWEN, "num_hidden_layers": 2, "mlp_only_layers": []}, (2048, 128, 8, 1, 768, "bf16")),
         (DEEPSEEK, (7168, 256, 8, 58, 2048, "fp8")),
         ({**DEEPSEEK, "moe_layer_freq": [0, 0, 1, 1]}, (7168, 256, 8, 2, 2048, "fp8")),
         ({**DEEPSEEK, "moe_layer_freq": 2}, (7168, 256, 8, 29, 2048, "fp8")),
