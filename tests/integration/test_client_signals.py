@@ -115,8 +115,10 @@ def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield
-    thread.join(60.0)
+    try:
+        yield
+    finally:
+        thread.join(60.0)
     assert not thread.is_alive()
     if failed:
         raise failed[0]
@@ -164,16 +166,19 @@ def test_a_handler_that_returns_leaves_the_barrier_as_it_was(pair: Pair) -> None
 def test_signals_do_not_put_a_deadline_off(pair: Pair) -> None:
     """One every 10 ms, while a barrier has 500."""
     seen: list[int] = []
+    over = threading.Event()
+
+    def keep_on() -> None:
+        while not over.wait(0.01):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
     began = time.monotonic()
-    with handled(lambda: seen.append(1)):
-        before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(1))
-        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    with handled(lambda: seen.append(1)), meanwhile(keep_on):
         try:
             with pytest.raises(StepTimeout), pair.mine.step(timeout=0.5):
                 raise AssertionError("the barrier was passed alone")
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            over.set()
     assert 0.4 < time.monotonic() - began < SOON_S
     assert len(seen) > 3
     pair.both_step()
