@@ -95,7 +95,8 @@ def command(
 ) -> None:
     """Run the real controllers and the real barrier in a simulated cluster under faults.
 
-    Without --ranks every schedule draws its own small cluster. Exit status 1: an invariant broke.
+    Without --ranks every schedule draws its own small cluster. Exit status 1: an invariant broke;
+    130: interrupted, after the sum of what was run.
     """
     chosen = None if only is None else _indices(only)
     first = Scenario(
@@ -116,13 +117,18 @@ def command(
     done: list[Result] = []
     text = output == "text"
     progress = _Progress() if text else None
-    for result in run_many(_scenarios(first, schedules, days, shapes)):
-        # Traces are kept of those that are looked at again; a year has many.
-        done.append(result if result.violations else replace(result, log=()))
-        if progress is not None:
-            progress.show(done)
-        if result.violations:
-            break
+    interrupted = False
+    try:
+        for result in run_many(_scenarios(first, schedules, days, shapes)):
+            # Traces are kept of those that are looked at again; a year has many.
+            done.append(result if result.violations else replace(result, log=()))
+            if progress is not None:
+                progress.show(done)
+            if result.violations:
+                break
+    except KeyboardInterrupt:  # a year takes long: what was run until then still counts
+        interrupted = True
+        sys.unraisablehook = lambda _: None  # of the cluster that is abandoned in the middle
     if progress is not None:
         progress.end()
     broken = done[-1] if done and done[-1].violations else None
@@ -133,6 +139,9 @@ def command(
         click.echo(_sum(done))
         if smallest is not None:
             click.echo(_story(smallest))
+    if interrupted:
+        click.echo("interrupted; the sum is of what was run to its end", err=True)
+        sys.exit(130)
     sys.exit(1 if broken is not None else 0)
 
 

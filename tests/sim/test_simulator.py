@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
@@ -9,9 +11,10 @@ from multiprocessing import get_context
 import pytest
 from click.testing import CliRunner
 
+from elasticep.cli import sim
 from elasticep.cli.sim import command
 from elasticep.errors import UsageError
-from elasticep.sim import Plant, Scenario, run
+from elasticep.sim import Plant, Result, Scenario, run
 from elasticep.sim.faults import KINDS
 from elasticep.sim.loop import Process, VirtualLoop
 from elasticep.sim.run import short, shrink
@@ -128,6 +131,20 @@ def test_the_command_sums_up() -> None:
     assert "use fewer nodes" in answer.output
     answer = CliRunner().invoke(command, ["--kinds", "earthquake"])
     assert "there is no fault 'earthquake'; known are kill-rank" in answer.output
+
+
+def test_a_run_that_is_interrupted_sums_up_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(scenarios: Iterator[Scenario]) -> Iterator[Result]:
+        yield from (run(scenario) for scenario in islice(scenarios, 2))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # and back again
+    monkeypatch.setattr(sim, "run_many", interrupted)
+    answer = CliRunner().invoke(command, ["--schedules", "9"])
+    assert answer.exit_code == 130, answer.output
+    assert answer.stdout.startswith("2 schedules, ")
+    assert answer.stdout.rstrip().endswith("0 broken")
+    assert "interrupted" in answer.stderr
 
 
 # ---- the loop
