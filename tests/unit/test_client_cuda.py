@@ -128,6 +128,48 @@ def test_errors_of_a_step(make: Callable[..., Any]) -> None:
         session.replay(SimpleNamespace(replay=lambda: None))
 
 
+def test_waits_of_the_native_session_come_back_for_signals_and_go_on() -> None:
+    """With the deadline that they had."""
+    from elasticep.client.cuda_handle import CudaHandle
+    from elasticep.native.abi import Error
+    from elasticep.native.cuda_session import Wait
+
+    asked: list[tuple[object, ...]] = []
+
+    def answer(*arguments: object) -> int:
+        asked.append(arguments)
+        return 0 if len(asked) % 3 == 0 else int(Error.EINTR)
+
+    handle: Any = CudaHandle.__new__(CudaHandle)
+    handle._api = SimpleNamespace(epc_session_enter=answer, epc_session_wait=answer)
+    handle._session = 7
+    handle.context = SimpleNamespace(config=SimpleNamespace(rank=0), result=lambda: "told")
+    handle.enter(4, 100)
+    assert asked == [(7, 4, 100, 0), (7, 4, 100, 1), (7, 4, 100, 1)]
+    assert handle.wait(Wait.ENDED, 2, 5) == "told"
+    assert asked[3:] == [(7, int(Wait.ENDED), 2, 5)] * 3
+
+
+def test_a_signal_at_a_barrier_ends_the_step_that_is_on_the_stream() -> None:
+    """And none where no barrier was put there."""
+    from elasticep.client.cuda_handle import CudaHandle
+
+    said: list[str] = []
+    handle: Any = CudaHandle.__new__(CudaHandle)
+    handle.context = SimpleNamespace(
+        tear=lambda stream: said.append("tear"), step_end=lambda stream: said.append("end")
+    )
+    handle._begun = False
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CudaHandle, "stream", 5)
+        handle.step_cancel()
+        assert said == []
+        handle._begun = True
+        handle.step_cancel()
+        handle.step_cancel()
+    assert said == ["tear", "end"]
+
+
 def test_an_error_inside_a_step_tears_it_for_all(make: Callable[..., Any]) -> None:
     handle = Handle()
     session = make(handle)
