@@ -1,10 +1,13 @@
-"""Plain placements for tests and benchmarks: copies in a row, equal weights."""
+"""Plain placements for tests and benchmarks: copies in a row, equal weights; ranks to plan for."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from elasticep.control.placement import Plan, RankInfo
 from elasticep.native import abi
 
 
@@ -56,3 +59,27 @@ def spread(
             table[:, rank, used[rank]] = expert
             used[rank] += 1
     return table
+
+
+def cluster(
+    ranks: int, slots: int, nodes: int = 1, draining: Collection[int] = ()
+) -> list[RankInfo]:
+    """Ranks to plan for, node by node; each node is a domain of its own."""
+    per_node = -(-ranks // nodes)
+    return [
+        RankInfo(r, f"n{r // per_node}", f"n{r // per_node}", slots, r in draining)
+        for r in range(ranks)
+    ]
+
+
+def check_plan(result: Plan, ranks: Sequence[RankInfo], *, allow_lost: bool = False) -> Plan:
+    """The plan itself; raises when its placement breaks a rule on these ranks."""
+    placed = result.placement
+    sizes = SimpleNamespace(  # the planner takes more ranks than a group may have
+        layers=placed.layers,
+        experts=placed.experts,
+        slots_per_rank=placed.slots_per_rank,
+        max_ranks=placed.max_ranks,
+    )
+    placed.validate(cast(Any, sizes), [info.rank for info in ranks], allow_lost=allow_lost)
+    return result

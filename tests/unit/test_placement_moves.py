@@ -9,34 +9,11 @@ from elasticep.control.placement import (
     ONE,
     Placement,
     PlanPolicy,
-    RankInfo,
     plan,
     round_robin,
     without,
 )
-
-
-def cluster(ranks, slots, nodes=1, draining=()):
-    per_node = -(-ranks // nodes)
-    return [
-        RankInfo(r, f"n{r // per_node}", f"n{r // per_node}", slots, r in draining)
-        for r in range(ranks)
-    ]
-
-
-def geometry_of(placement):
-    return SimpleNamespace(
-        layers=placement.layers,
-        experts=placement.experts,
-        slots_per_rank=placement.slots_per_rank,
-        max_ranks=placement.max_ranks,
-    )
-
-
-def check(result, ranks, allow_lost=False):
-    members = [info.rank for info in ranks]
-    result.placement.validate(geometry_of(result.placement), members, allow_lost=allow_lost)
-    return result
+from elasticep.testing.placements import check_plan, cluster
 
 
 def test_a_placement_that_is_good_enough_is_left_alone():
@@ -84,7 +61,7 @@ def test_moves_are_bounded_and_bytes_counted_per_layer():
     assert free.report.move_bytes == sum(move.size_bytes for move in free.moves())
     for limit in (0, 1, 5, 12):
         some = plan(new, ranks, first.placement, PlanPolicy(max_moves=limit))
-        check(some, ranks)
+        check_plan(some, ranks)
         assert some.report.moves <= limit
         assert some.report.mean_imbalance_after <= some.report.imbalance_before
     assert free.report.mean_imbalance_after < some.report.mean_imbalance_after
@@ -94,10 +71,10 @@ def test_many_ranks_and_loads_that_turned_round_take_a_bounded_number_of_splits(
     """Several copies per split there; every rule still holds, limits too."""
     loads = (np.random.default_rng(17).lognormal(0, 1, (2, 100)) * 1e4).astype(np.int64)
     ranks = cluster(256, 1, nodes=32)
-    first = check(plan(loads, ranks), ranks)
+    first = check_plan(plan(loads, ranks), ranks)
     for limit in (None, 7):
         policy = PlanPolicy(max_moves=limit)
-        again = check(plan(loads[:, ::-1], ranks, first.placement, policy), ranks)
+        again = check_plan(plan(loads[:, ::-1], ranks, first.placement, policy), ranks)
         assert again.report.imbalance_after < again.report.imbalance_before
         assert limit is None or again.report.moves <= limit
 
@@ -119,7 +96,7 @@ def test_a_new_world_is_built_anew_only_when_that_pays():
     old = (rng.lognormal(0, 1, (6, 32)) * 1e5).astype(np.int64)  # no spare slot at all
     new = rng.permuted(old, axis=1)
     first = plan(old, ranks)
-    result = check(plan(new, ranks, first.placement), ranks)
+    result = check_plan(plan(new, ranks, first.placement), ranks)
     anew = plan(new, ranks)
     assert result.report.mean_imbalance_after <= anew.report.mean_imbalance_after * 1.03
     assert result.report.moves < anew.report.moves

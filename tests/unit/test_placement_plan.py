@@ -18,31 +18,9 @@ from elasticep.control.placement import (
     without,
 )
 from elasticep.errors import ConfigError
+from elasticep.testing.placements import check_plan, cluster
 
 LAYERS, EXPERTS, RANKS, SLOTS = 40, 384, 64, 13
-
-
-def cluster(ranks, slots, nodes=1, draining=()):
-    per_node = -(-ranks // nodes)
-    return [
-        RankInfo(r, f"n{r // per_node}", f"n{r // per_node}", slots, r in draining)
-        for r in range(ranks)
-    ]
-
-
-def geometry_of(placement):
-    return SimpleNamespace(
-        layers=placement.layers,
-        experts=placement.experts,
-        slots_per_rank=placement.slots_per_rank,
-        max_ranks=placement.max_ranks,
-    )
-
-
-def check(result, ranks, allow_lost=False):
-    members = [info.rank for info in ranks]
-    result.placement.validate(geometry_of(result.placement), members, allow_lost=allow_lost)
-    return result
 
 
 def goal_loads(kind, seed=0):
@@ -65,21 +43,21 @@ def holders(placement, layer, expert):
 def test_goal_size_is_balanced_and_covered_and_survives_drift_and_death_without_a_move(kind):
     ranks = cluster(RANKS, SLOTS, nodes=8)
     loads = goal_loads(kind)
-    first = check(plan(loads, ranks), ranks)
+    first = check_plan(plan(loads, ranks), ranks)
     assert first.report.imbalance_after <= 1.001
     assert first.report.single == 0
     assert first.report.same_node == 0
 
     rng = np.random.default_rng(1)
     drifted = (loads * (1 + rng.uniform(-0.3, 0.3, loads.shape))).astype(np.int64)
-    after = check(plan(drifted, ranks, first.placement), ranks)
+    after = check_plan(plan(drifted, ranks, first.placement), ranks)
     assert after.report.imbalance_before > 1.1
     assert after.report.imbalance_after <= 1.03
     assert after.report.moves <= 0.01 * LAYERS * RANKS * SLOTS
 
     for dead in (0, 17, 63):
         alive = [info for info in ranks if info.rank != dead]
-        split = check(resplit(loads, alive, first.placement), alive)
+        split = check_plan(resplit(loads, alive, first.placement), alive)
         assert split.report.moves == 0
         assert split.report.lost == ()
         assert split.report.imbalance_after <= 1.03
@@ -90,10 +68,10 @@ def test_a_dead_node_uncovers_nothing_and_repair_brings_second_copies_back():
     loads = goal_loads("lognormal")
     first = plan(loads, ranks)
     alive = [info for info in ranks if info.node != "n3"]
-    split = check(resplit(loads, alive, first.placement), alive)
+    split = check_plan(resplit(loads, alive, first.placement), alive)
     assert split.report.lost == ()
     assert split.report.single > 0
-    repaired = check(plan(loads, alive, split.placement), alive)
+    repaired = check_plan(plan(loads, alive, split.placement), alive)
     free = 56 * SLOTS - 2 * EXPERTS
     assert free < 0  # two copies of each no longer fit: as many as do
     assert repaired.report.single <= LAYERS * -free * 1.5
@@ -106,7 +84,7 @@ def test_repair_after_a_death_moves_only_what_coverage_needs():
     first = plan(loads, ranks)
     alive = ranks[1:]
     split = resplit(loads, alive, first.placement)
-    repaired = check(plan(loads, alive, split.placement), alive)
+    repaired = check_plan(plan(loads, alive, split.placement), alive)
     assert repaired.report.single == 0
     assert repaired.report.moves == split.report.single
 
@@ -119,7 +97,7 @@ def test_windows_are_exact_whenever_they_can_be():
     for ranks, slots in ((8, 5), (5, 9), (3, 13), (16, 3), (7, 6)):
         experts = (slots - 1) * ranks + 1  # the most for which the mean can be reached
         loads = (rng.lognormal(0, 2, (50, experts)) * 1e5).astype(np.int64)
-        result = check(plan(loads, cluster(ranks, slots)), cluster(ranks, slots))
+        result = check_plan(plan(loads, cluster(ranks, slots)), cluster(ranks, slots))
         assert result.report.imbalance_after <= 1.001, (ranks, slots)
         assert (result.placement.slot_expert >= 0).sum() <= 50 * ranks * slots
 
@@ -127,7 +105,7 @@ def test_windows_are_exact_whenever_they_can_be():
 def test_with_too_few_slots_the_bound_is_told_and_met_here():
     # One slot more than experts: the heaviest is split, nothing else can be.
     loads = np.array([[100, 10, 10, 10, 10]], np.int64)
-    result = check(plan(loads, cluster(3, 2)), cluster(3, 2))
+    result = check_plan(plan(loads, cluster(3, 2)), cluster(3, 2))
     # Its two copies share their ranks with a light one each, since all six slots are needed.
     assert result.placement.rank_loads(loads).max() == pytest.approx(60, rel=1e-3)
     no_spare = plan(loads[:, :4], cluster(2, 2))
@@ -136,7 +114,7 @@ def test_with_too_few_slots_the_bound_is_told_and_met_here():
 
 
 def test_one_expert_alone_is_shared_by_all():
-    result = check(plan(np.array([[1000]], np.int64), cluster(4, 1)), cluster(4, 1))
+    result = check_plan(plan(np.array([[1000]], np.int64), cluster(4, 1)), cluster(4, 1))
     assert result.placement.slot_weight[0, :, 0].tolist() == [ONE // 4] * 4
 
 
@@ -162,13 +140,13 @@ def test_case_19_experts_without_load_are_spread_for_coverage():
     loads[1, 5] = 1_000
     loads[2, :2] = 10
     ranks = cluster(6, 5, nodes=3)
-    result = check(plan(loads, ranks), ranks)
+    result = check_plan(plan(loads, ranks), ranks)
     assert result.report.single == 0
     assert result.placement.copies().max(axis=1)[0] == 2  # not all to expert 0
     for layer in range(4):
         for expert in range(12):
             assert len(holders(result.placement, layer, expert)) >= 2, (layer, expert)
-    filled = check(plan(loads, cluster(6, 5), policy=PlanPolicy(fill=True)), cluster(6, 5))
+    filled = check_plan(plan(loads, cluster(6, 5), policy=PlanPolicy(fill=True)), cluster(6, 5))
     assert (filled.placement.slot_expert >= 0).all()
     assert filled.placement.copies()[0].max() <= 3
 
@@ -176,7 +154,7 @@ def test_case_19_experts_without_load_are_spread_for_coverage():
 def test_case_17_every_expert_has_a_copy_in_another_node_also_when_nodes_do_not_divide():
     loads = np.arange(1, 11, dtype=np.int64)[None] * 100
     ranks = cluster(6, 5, nodes=3)
-    result = check(plan(loads, ranks), ranks)
+    result = check_plan(plan(loads, ranks), ranks)
     node = {info.rank: info.node for info in ranks}
     for expert in range(10):
         assert len({node[rank] for rank in holders(result.placement, 0, expert)}) >= 2, expert
@@ -187,9 +165,9 @@ def test_case_08_384_experts_on_7_ranks_and_unequal_slots():
     rng = np.random.default_rng(4)
     loads = rng.integers(0, 1_000, (3, 384))
     seven = cluster(7, 62)
-    assert check(plan(loads, seven), seven).report.imbalance_after <= 1.001
+    assert check_plan(plan(loads, seven), seven).report.imbalance_after <= 1.001
     uneven = [RankInfo(r, f"n{r}", f"n{r}", slots) for r, slots in enumerate((100, 60, 90, 80, 70))]
-    result = check(plan(loads, uneven), uneven)
+    result = check_plan(plan(loads, uneven), uneven)
     for info in uneven:
         assert (result.placement.slot_expert[:, info.rank, info.slots :] == -1).all()
     assert result.report.imbalance_after <= 1.001
@@ -198,7 +176,7 @@ def test_case_08_384_experts_on_7_ranks_and_unequal_slots():
 def test_a_rank_without_slots_and_seats_beyond_the_highest():
     ranks = [RankInfo(2, "a", "a", 4), RankInfo(5, "b", "b", 0), RankInfo(7, "b", "b", 4)]
     loads = np.ones((2, 4), np.int64)
-    result = check(plan(loads, ranks, max_ranks=9, slots_per_rank=6), ranks)
+    result = check_plan(plan(loads, ranks, max_ranks=9, slots_per_rank=6), ranks)
     assert result.placement.slot_expert.shape == (2, 9, 6)
 
 
@@ -206,7 +184,7 @@ def test_a_draining_rank_keeps_copies_but_gets_no_tokens():
     loads = np.random.default_rng(5).integers(1, 100, (4, 12))
     before = plan(loads, cluster(4, 9, nodes=2))
     drained = cluster(4, 9, nodes=2, draining=[2])
-    result = check(plan(loads, drained, before.placement), drained)
+    result = check_plan(plan(loads, drained, before.placement), drained)
     assert (result.placement.slot_weight[:, 2] == 0).all()
     assert np.array_equal(result.placement.slot_expert[:, 2], before.placement.slot_expert[:, 2])
     assert result.report.single == 0  # two copies without the one that leaves
@@ -223,7 +201,7 @@ def test_what_only_a_draining_rank_holds_is_copied_from_it():
         SimpleNamespace(layers=1, experts=4, slots_per_rank=2, max_ranks=3), [0, 1], spare=0
     )
     ranks = cluster(3, 2, draining=[0])
-    result = check(plan(loads, ranks, held), ranks)
+    result = check_plan(plan(loads, ranks, held), ranks)
     moves = {move.expert: move for move in result.moves()}
     assert set(moves) >= holders_inverse(held, 0, 0)
     for expert in holders_inverse(held, 0, 0):
@@ -239,7 +217,7 @@ def test_all_ranks_draining_carry_on_when_only_split_again():
     loads = np.ones((1, 4), np.int64)
     before = plan(loads, cluster(2, 4))
     ranks = cluster(2, 4, draining=[0, 1])
-    assert check(resplit(loads, ranks, before.placement), ranks).report.lost == ()
+    assert check_plan(resplit(loads, ranks, before.placement), ranks).report.lost == ()
 
 
 def test_never_from_a_dead_rank_and_lost_experts_come_from_a_backup():
@@ -249,7 +227,7 @@ def test_never_from_a_dead_rank_and_lost_experts_come_from_a_backup():
     alive = cluster(4, 4)[1:]
     lost = without(held, [0])[1]
     assert len(lost) == 9  # three experts of each layer
-    result = check(plan(loads, alive, held), alive)
+    result = check_plan(plan(loads, alive, held), alive)
     assert result.report.restored == 9
     backups = [(move.layer, move.expert) for move in result.moves() if not move.sources]
     assert sorted(set(backups)) == lost
@@ -278,7 +256,7 @@ def test_lost_experts_are_named_when_nothing_may_move():
         SimpleNamespace(layers=2, experts=6, slots_per_rank=2, max_ranks=3), range(3), spare=0
     )
     alive = cluster(3, 2)[1:]
-    result = check(resplit(loads, alive, held), alive, allow_lost=True)
+    result = check_plan(resplit(loads, alive, held), alive, allow_lost=True)
     assert result.report.lost == ((0, 0), (0, 3), (1, 0), (1, 3))
     assert result.report.moves == 0
     assert "4 experts have no copy" in result.report.reason
@@ -291,7 +269,7 @@ def test_groups_stay_in_their_node_and_backups_lie_elsewhere():
     rng = np.random.default_rng(12)
     loads = rng.integers(1, 1_000, (5, 64))
     ranks = cluster(8, 18, nodes=4)
-    result = check(plan(loads, ranks, policy=PlanPolicy(groups=8)), ranks)
+    result = check_plan(plan(loads, ranks, policy=PlanPolicy(groups=8)), ranks)
     assert result.report.grouped
     node = np.array([int(info.node[1:]) for info in ranks])
     used = result.placement.slot_weight > 0
@@ -304,9 +282,9 @@ def test_groups_stay_in_their_node_and_backups_lie_elsewhere():
 
     # A node dies: its groups' tokens go where the copies are, then home again somewhere.
     alive = [info for info in ranks if info.node != "n1"]
-    split = check(resplit(loads, alive, result.placement, PlanPolicy(groups=8)), alive)
+    split = check_plan(resplit(loads, alive, result.placement, PlanPolicy(groups=8)), alive)
     assert split.report.lost == ()
-    moved = check(plan(loads, alive, split.placement, PlanPolicy(groups=8)), alive)
+    moved = check_plan(plan(loads, alive, split.placement, PlanPolicy(groups=8)), alive)
     assert moved.report.grouped
     assert moved.report.spilled == 0
 
@@ -314,7 +292,7 @@ def test_groups_stay_in_their_node_and_backups_lie_elsewhere():
 def test_groups_that_do_not_fit_are_not_kept_and_that_is_said():
     loads = np.ones((2, 12), np.int64)
     ranks = cluster(6, 3, nodes=3)
-    result = check(plan(loads, ranks, policy=PlanPolicy(groups=2)), ranks)
+    result = check_plan(plan(loads, ranks, policy=PlanPolicy(groups=2)), ranks)
     assert not result.report.grouped
     assert "groups do not fit into nodes" in result.report.reason
 
@@ -324,7 +302,7 @@ def test_replicas_that_share_evenly_are_balanced_too():
     loads = (rng.lognormal(0, 1, (8, 64)) * 1e5).astype(np.int64)
     ranks = cluster(8, 10)
     policy = PlanPolicy(weighted=False, fill=True)
-    result = check(plan(loads, ranks, policy=policy), ranks)
+    result = check_plan(plan(loads, ranks, policy=policy), ranks)
     assert (result.placement.slot_expert >= 0).all()
     copies = result.placement.copies()
     layer = np.arange(8)[:, None, None]
