@@ -189,13 +189,17 @@ class Systems:
     @classmethod
     def start(cls, count: int, names: Sequence[str]) -> "Systems":
         """Start ours, and of the others those that can be started here."""
-        others, why_not = {}, {}
-        for name in names:
-            try:
-                others[name] = peers.start(name, count)
-            except ElasticEPError as error:
-                why_not[name] = str(error)
-        return cls(ranks.RankSet(ENGINE, count), others, why_not)
+        others: dict[str, ranks.RankSet] = {}
+        why_not: dict[str, str] = {}
+        with contextlib.ExitStack() as started:
+            for name in names:
+                try:
+                    others[name] = started.enter_context(peers.start(name, count))
+                except ElasticEPError as error:
+                    why_not[name] = str(error)
+            systems = cls(ranks.RankSet(ENGINE, count), others, why_not)
+            started.pop_all()  # theirs to end now
+        return systems
 
     def close(self) -> None:
         """End all of them."""

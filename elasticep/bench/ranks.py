@@ -171,6 +171,7 @@ class RankSet:
         for connection in self.connections.values():
             connection.close()  # end of file is the order to end
         self.connections.clear()
+        self._listener.close()  # the same for those that were still to be heard
         for process in self._processes:
             if kill:
                 process.kill()
@@ -180,7 +181,6 @@ class RankSet:
                 process.kill()
                 process.wait()
         self._processes.clear()
-        self._listener.close()
         remove_folder(self._folder)
 
     def __enter__(self) -> Self:

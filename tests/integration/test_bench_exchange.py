@@ -112,6 +112,31 @@ def test_a_system_that_does_not_start_is_refused_with_its_last_words() -> None:
         ranks.RankSet("elasticep.bench.peers:NoSuchRank", 1)
 
 
+def test_systems_that_are_stopped_while_they_start_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first is there when Ctrl-C comes in the start of the second."""
+    started: list[int] = []
+    folders: list[Path] = []
+
+    def peer(name: str, count: int) -> ranks.RankSet:
+        first = ranks.RankSet(exchange.ENGINE, count)
+        folders.append(first._folder)
+        started.append(first.pid(0))
+        return first
+
+    def accept(_: ranks.RankSet) -> None:
+        if started:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers, "start", peer)
+    monkeypatch.setattr(ranks.RankSet, "_accept", accept)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.Systems.start(1, ["gloo"])
+    assert not recovery_planes.alive(started[0])
+    assert not folders[0].exists()
+
+
 def test_two_builds_are_compared_pair_by_pair(tmp_path: Path) -> None:
     words = ["--ranks", "2", "--tokens", "4", "--hidden", "64", "--experts", "8", "--topk", "2"]
     output = tmp_path / "steady.json"
