@@ -83,6 +83,8 @@ EP_API uint64_t ep_struct_size(const char* name);
 EP_API int ep_layout(const ep_geometry* geometry, ep_layout_info* out);
 /* Where the load counters lie in the data region: [layers][experts] uint64. */
 EP_API int ep_layout_loads(const ep_geometry* geometry, uint64_t* offset);
+/* Inline launch: the same of their copy in the header, which a rank whose data is on a GPU keeps for its daemon. */
+EP_API int ep_layout_header_loads(const ep_geometry* geometry, uint64_t* offset);
 /* A sealed-size memfd with all pages reserved; returns the fd. EP_ESHORT names bytes asked and available. */
 EP_API int ep_memory_create(const char* name, uint64_t bytes);
 /* Writes magic, digest, rank and timeouts into a fresh header memfd. */

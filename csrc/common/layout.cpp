@@ -197,7 +197,8 @@ int make_layout(const ep_geometry& g, Layout* out) {
   for (u32 i = 0; i < g.exchanges; ++i)
     for (u32 c = 0; c < g.exchange[i].channels; ++c) place_channel(g, g.exchange[i], data, l.channel[i][c]);
   l.data_bytes = (data.at + 4095) / 4096 * 4096;
-  l.header_bytes = (sizeof(Header) + 4095) / 4096 * 4096;
+  l.header_loads = l.header_bytes = (sizeof(Header) + 4095) / 4096 * 4096;
+  if (g.launch == EP_LAUNCH_INLINE) l.header_bytes += (u64(g.layers) * g.experts * 8 + 4095) / 4096 * 4096;
 
   const u32 version = EP_ABI_VERSION;
   l.digest = fnv(14695981039346656037ull, &version, sizeof version);
@@ -220,5 +221,13 @@ int ep_layout_loads(const ep_geometry* geometry, uint64_t* offset) {
   ep::Layout l;
   if (int bad = ep::make_layout(*geometry, &l)) return bad;
   *offset = l.loads;
+  return 0;
+}
+
+int ep_layout_header_loads(const ep_geometry* geometry, uint64_t* offset) {
+  ep::Layout l;
+  if (int bad = ep::make_layout(*geometry, &l)) return bad;
+  if (l.header_loads == l.header_bytes) return ep::fail(EP_EINVAL, "headers hold loads under inline launch only");
+  *offset = l.header_loads;
   return 0;
 }

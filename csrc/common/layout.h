@@ -57,7 +57,7 @@ struct ChannelLayout {
 
 struct Layout {
   u64 digest;        // over geometry and ABI version: two sides with the same digest agree on every offset
-  u64 header_bytes;
+  u64 header_bytes, header_loads;    // the latter: inline launch, a copy of `loads` that a daemon reads where data is on a GPU
   u64 data_bytes;
   u64 banks, bank_bytes;             // own [EP_BANKS][bank_bytes], see bank.h
   u64 cells, cell_bytes;             // [2 parities][R][cell_bytes], see barrier.h

@@ -46,10 +46,10 @@ Mapping::~Mapping() {
   if (base) munmap(base, bytes);
 }
 
-int Mapping::map(int fd, u64 expected, const char* what) {
+int Mapping::map(int fd, u64 expected, const char* what, bool more) {
   struct stat s;
   if (fstat(fd, &s)) return fail(-errno, "%s: %s", what, strerror(errno));
-  if (u64(s.st_size) != expected)
+  if (more ? u64(s.st_size) < expected : u64(s.st_size) != expected)
     return fail(EP_EMISMATCH, "%s has %llu bytes, this version expects %llu; daemon and engine must be of one version and agree on the group's config",
                 what, (unsigned long long)s.st_size, (unsigned long long)expected);
   void* p = mmap(nullptr, expected, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -118,7 +118,7 @@ struct ep_header_map {
 
 ep_header_map* ep_header_open(int header_fd, uint64_t layout_digest) {
   auto m = new ep_header_map;
-  if (m->mapping.map(header_fd, (sizeof(Header) + 4095) / 4096 * 4096, "header") == 0) {
+  if (m->mapping.map(header_fd, (sizeof(Header) + 4095) / 4096 * 4096, "header", true) == 0) {
     m->header = reinterpret_cast<Header*>(m->mapping.base);
     if (check_header(*m->header, layout_digest) == 0) return m;
   }

@@ -14,7 +14,8 @@ struct Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
-  int map(int fd, u64 expected, const char* what);
+  // `more`: the file may go on behind what is mapped.
+  int map(int fd, u64 expected, const char* what, bool more = false);
 };
 
 int check_header(const Header& header, u64 digest);

@@ -234,6 +234,16 @@ void epc_context::note_clock(bool at_once) {
   else if (at_once) r.offset = u64(kept + (read - kept) / 16);
 }
 
+int epc_context::copy_loads() {
+  std::lock_guard<std::mutex> guard(staging);
+  RelaxedCapture relaxed;
+  EPC_TRY(cudaSetDevice(int(config.device)));
+  EPC_TRY(cudaMemcpyAsync(reinterpret_cast<u8*>(header) + layout.base.header_loads, domain.region(domain.me) + domain.loads,
+                          u64(domain.layers) * domain.experts * 8, cudaMemcpyDeviceToHost, side));
+  EPC_TRY(cudaStreamSynchronize(side));
+  return 0;
+}
+
 int epc_context::stage(const u8* image) {
   const ep_geometry& g = config.geometry;
   const ep::BankTables tables(layout.base, image);

@@ -41,6 +41,7 @@ struct epc_context {
   ~epc_context();
   int open(int data_fd, int header_fd, bool take_lock);
   int stage(const epc::u8* image);
+  int copy_loads();               // to the header, for the daemon
   void note_clock(bool at_once);  // a barrier or step end was seen; at_once: as it happened
 
  private:

@@ -8,12 +8,14 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
 
 #include "../common/link.h"
 #include "../common/memory.h"
+#include "../common/quiet.h"
 #include "../common/sys.h"
 #include "context.h"
 
@@ -23,6 +25,7 @@ namespace {
 constexpr u64 kMs = 1'000'000;
 constexpr u64 kReplaceLimit = 2000 * kMs;  // until the views that use a rank's former memory are over
 constexpr u64 kEager = 5000 * kMs;         // after a view was staged its adoption is looked for every millisecond
+constexpr u64 kLoads = 500 * kMs;          // between two copies of the load counters for the daemon
 constexpr u64 kSpin = kMs / 5;             // a wait for the stream polls so long before it sleeps in between
 }  // namespace
 
@@ -94,7 +97,7 @@ int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_m
   if (int bad = c->open(welcome.fds[1], welcome.fds[0], true)) return bad;
   context = std::move(c);
   if (int bad = engine_hold.take(header().engine, link.incarnation)) return bad;
-  reporter = std::thread([this] { report(); });
+  reporter = ep::quiet_thread([this] { report(); });
   link.start([this](ep::Received& m) { on_message(m); }, {welcome.take(0), welcome.take(1)});
   return 0;
 }
@@ -182,17 +185,22 @@ int epc_session::take_region(u32 rank, int header_fd, int data_fd) {
   return 0;
 }
 
-// Kernels adopt views, and graphs are replayed without a word to the host: the header is looked at.
+// Kernels adopt views, and graphs are replayed without a word to the host: the header is looked at. What they count the
+// daemon cannot read on a GPU.
 void epc_session::report() {
-  u64 told = 0;
+  u64 told = 0, copied = 0, copied_at = ep::now_ns();
   std::unique_lock<std::mutex> lock(mutex);
   while (!stop) {
-    if (told >= staged) {
-      changed.wait(lock);
-      continue;
-    }
     const bool eager = ep::now_ns() - staged_at < kEager;
-    changed.wait_for(lock, std::chrono::milliseconds(eager ? 1 : 20));
+    changed.wait_for(lock, std::chrono::nanoseconds(told >= staged ? kLoads : eager ? kMs : 20 * kMs));
+    if (stop) break;
+    if (const u64 now = ep::now_ns(), steps = header().complete_steps.load(); steps != copied && now - copied_at >= kLoads) {
+      copied = steps;
+      copied_at = now;
+      lock.unlock();
+      context->copy_loads();  // a device that fails is found out by whoever waits for it
+      lock.lock();
+    }
     const u64 epoch = header().epoch.load();
     if (epoch <= told || stop) continue;
     told = epoch;
@@ -216,7 +224,13 @@ void epc_session::close() {
 
 int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, epc_session** out) {
   auto s = new epc_session;
-  if (int bad = s->open(socket_path, ticket, timeout_ms, num_sms)) {
+  int bad;
+  try {
+    bad = s->open(socket_path, ticket, timeout_ms, num_sms);
+  } catch (const std::exception& error) {
+    bad = ep::fail(EP_ESHORT, "this process cannot have another thread or its memory (%s); look at its limits (ulimit -u, -v) and its cgroup's", error.what());
+  }
+  if (bad) {
     const std::string text = ep_last_error();
     s->close();
     delete s;

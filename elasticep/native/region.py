@@ -62,6 +62,13 @@ def loads_offset(geometry: abi.Geometry) -> int:
     return offset.value
 
 
+def header_loads_offset(geometry: abi.Geometry) -> int:
+    """Where their copy lies in the header of a rank whose data region is on a GPU."""
+    offset = ctypes.c_uint64(0)
+    abi.check(abi.api().ep_layout_header_loads(geometry, offset), "")
+    return offset.value
+
+
 def create_memory(name: str, size: int) -> int:
     """A sealed memfd of `size` bytes with every page reserved; the caller closes it.
 

@@ -1,7 +1,8 @@
 """Load of experts: each attached rank's counters, read from its memory and sent when they changed.
 
 The counters are the kernels' (a rank counts its own routing, once, when a step completes); the
-daemon reads them through the descriptor, without mapping the data. Memory on GPUs is not read.
+daemon reads them through a descriptor, without mapping the memory. A rank whose data is on a GPU
+keeps a copy in its header, not older than half a second.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from elasticep.device import Device
-from elasticep.native.region import loads_offset
+from elasticep.native.region import header_loads_offset, loads_offset
 from elasticep.proto import controller_pb2
 from elasticep.runtime.group import Group, Registry
 from elasticep.runtime.keeper import SeatKeeper
@@ -70,11 +71,12 @@ class LoadReporter:
 
     def _changes(self, keeper: SeatKeeper) -> Iterator[controller_pb2.LoadReport]:
         memory, group = keeper.memory, keeper.group
-        if memory is None or memory.closed or group.config.device is not Device.CPU:
+        if memory is None or memory.closed:
             return
+        on_gpu = group.config.device is Device.CUDA
         geometry = group.config.geometry
         row = geometry.experts * _WORD
-        now = os.pread(memory.data_fd, geometry.layers * row, self._offset(group))
+        now = os.pread(memory.header_fd if on_gpu else memory.data_fd, geometry.layers * row, self._offset(group))
         incarnation, inode = keeper.seat.incarnation, memory.identity[1]
         key = (group.name, keeper.rank)
         known = self._told.get(key)
@@ -93,7 +95,8 @@ class LoadReporter:
     def _offset(self, group: Group) -> int:
         known = self._offsets.get(group.name)
         if known is None or known[0] is not group:
-            known = self._offsets[group.name] = (group, loads_offset(group.geometry))
+            where = header_loads_offset if group.config.device is Device.CUDA else loads_offset
+            known = self._offsets[group.name] = (group, where(group.geometry))
         return known[1]
 
 

@@ -97,9 +97,7 @@ class LocalGroup:
             header_fd = abi.check(
                 self._api.ep_memory_create(b"eep-header", self.layout.header_bytes), "header"
             )
-            data_fd = abi.check(
-                self._api.ep_memory_create(b"eep-data", self.layout.data_bytes), "data"
-            )
+            data_fd = self.make_data()
             abi.check(
                 self._api.ep_header_format(
                     header_fd, ctypes.byref(self.geometry), rank, ctypes.byref(self._timeouts)
@@ -129,6 +127,11 @@ class LocalGroup:
                 [sys.executable, "-c", code, self.socket_path, ticket], stdin=subprocess.DEVNULL
             )
             self.wait_for(lambda: seat.runner is not None, f"the worker of rank {rank}")
+
+    def make_data(self) -> int:
+        """Memory for the data region of a seat; a subclass may take a GPU's."""
+        made = self._api.ep_memory_create(b"eep-data", self.layout.data_bytes)
+        return abi.check(made, "data")
 
     def header_fd(self, rank: int) -> int:
         """The memfd of a rank's header; it stays the group's."""

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticep.device import Device
+from elasticep.group import Launch
 from elasticep.native.convert import geometry_struct, timeouts_struct
-from elasticep.native.region import layout, loads_offset
+from elasticep.native.region import header_loads_offset, layout, loads_offset
 from elasticep.proto import controller_pb2
 from elasticep.runtime import loads
 from elasticep.runtime.loads import LoadReporter
@@ -42,8 +44,11 @@ class Node:
 
     def count(self, layer: int, expert: int, tokens: int) -> None:
         """What the kernels do when a step completes."""
-        offset = loads_offset(self.keeper.group.geometry) + 8 * (layer * EXPERTS + expert)
-        os.pwrite(self.memory.data_fd, tokens.to_bytes(8, "little"), offset)
+        on_gpu = self.config.device is Device.CUDA
+        where = header_loads_offset if on_gpu else loads_offset
+        offset = where(self.keeper.group.geometry) + 8 * (layer * EXPERTS + expert)
+        memory = self.memory.header_fd if on_gpu else self.memory.data_fd
+        os.pwrite(memory, tokens.to_bytes(8, "little"), offset)
 
     def report(self) -> list[tuple[int, list[list[int]]]]:
         self.sent.clear()
@@ -55,8 +60,9 @@ class Node:
 
 
 @contextmanager
-def attached() -> Iterator[Node]:
-    config = group_config()
+def attached(device: Device = Device.CPU) -> Iterator[Node]:
+    changes = {"launch": Launch.INLINE} if device is Device.CUDA else {}
+    config = group_config(device=device, **changes)
     geometry = geometry_struct(config)
     memory = SeatMemory.create("g", 3, geometry, layout(geometry), timeouts_struct(config.timeouts))
     try:
@@ -68,8 +74,10 @@ def attached() -> Iterator[Node]:
 ZEROS = [0] * EXPERTS
 
 
-def test_everything_at_first_and_then_what_changed() -> None:
-    with attached() as node:
+@pytest.mark.parametrize("device", list(Device))
+def test_everything_at_first_and_then_what_changed(device: Device) -> None:
+    """Memory on a GPU cannot be read here: its rank keeps a copy in the header."""
+    with attached(device) as node:
         assert node.report() == [(0, [ZEROS, ZEROS])]
         (first,) = node.sent
         assert (first.group, first.rank, first.incarnation) == ("g", 3, 1)
