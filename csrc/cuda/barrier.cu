@@ -320,7 +320,7 @@ __device__ bool left_behind(const Domain& d, const Barrier& b) {
 }
 
 // Thread 0, now and then while nothing is decided: what else ends the wait.
-__device__ u32 look_around(const Domain& d, const Barrier& b) {
+__device__ __noinline__ u32 look_around(const Domain& d, const Barrier& b) {
   State* s = d.state;
   if (load_relaxed(reinterpret_cast<const u32*>(&d.header->fenced)) >= s->incarnation || left_behind(d, b)) return EPC_STEP_EXPELLED;
   const u64 now = wall_ns();
@@ -404,7 +404,7 @@ __device__ u32 enter(const Domain& d, Barrier& b, u32 tokens) {
 
 // One look of a rank without a view. It writes nothing before it has one: its cell would be taken for a member's. Of each
 // parity it takes the highest number that members have written; an earlier group may have left cells of higher ones.
-__device__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bool slow) {
+__device__ __noinline__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bool slow) {
   Rules rules{d, b};
   if (slow) read_dead(d, b);
   if (threadIdx.x == 0) {

@@ -76,7 +76,8 @@ class LoadReporter:
         on_gpu = group.config.device is Device.CUDA
         geometry = group.config.geometry
         row = geometry.experts * _WORD
-        now = os.pread(memory.header_fd if on_gpu else memory.data_fd, geometry.layers * row, self._offset(group))
+        where = memory.header_fd if on_gpu else memory.data_fd
+        now = os.pread(where, geometry.layers * row, self._offset(group))
         incarnation, inode = keeper.seat.incarnation, memory.identity[1]
         key = (group.name, keeper.rank)
         known = self._told.get(key)
