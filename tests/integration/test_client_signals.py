@@ -6,20 +6,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from elasticep.client.session import Session
-from elasticep.errors import StepTimeout
+from elasticep.errors import Fenced, NativeError, StepTimeout
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
 from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec
+from elasticep.testing import small
 from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.raw import RawSession
 from elasticep.testing.small import until
 
 torch = pytest.importorskip("torch")
@@ -253,3 +257,46 @@ def test_a_step_does_not_count_whose_combine_was_given_up(pair: Pair) -> None:
             until(lambda: bool(results), "the peer has all it waits for")
         assert not step.complete
     pair.both_step()
+
+
+def test_a_worker_that_answers_nothing_is_given_up_in_its_time() -> None:
+    """However often the wait for it came back for signals."""
+    pair = Pair(Launch.SERVICE)
+    try:
+        pair.group.signal_worker(0, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(Fenced, match="did not answer"), pair.mine.step(timeout=0.2):
+            raise AssertionError("the barrier was passed without a worker")
+        assert time.monotonic() - began < SOON_S
+    finally:
+        pair.group.signal_worker(0, signal.SIGCONT)
+        pair.close()
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_natively_a_step_with_a_call_that_was_not_called_again_is_torn(launch: int) -> None:
+    """Whatever was to come of it came meanwhile: nobody has it."""
+    g = small.geometry(2, small.exchange(), launch=launch)
+    with LocalGroup(g) as group, ThreadPoolExecutor(2) as threads:
+        mine, peer = sessions = [group.session(rank) for rank in range(2)]
+        group.stage(1, 0, [0, 1], spread(g, [0, 1]))
+        x = np.ones((1, small.HIDDEN), np.float32)
+        ids = np.arange(small.TOPK)[None, :]
+        weights = np.ones((1, small.TOPK), np.float32)
+
+        def send(session: RawSession) -> None:
+            session.begin()
+            session.dispatch(0, 0, x, ids, weights).out[:] = 0
+
+        list(threads.map(send, sessions))
+        abi.check(abi.api().ep_session_interrupts(mine._handle, 1), "")
+        with pytest.raises(NativeError, match="interrupted by a signal"):
+            mine.combine(0, 1)  # also without a signal, after 50 ms
+        peer.combine(0, 1)
+        ready = abi.WaitPhase.NONE
+        if launch == abi.Launch.SERVICE:  # the worker has gone on
+            until(lambda: group.status(0).wait_phase == ready, "the sums are there")
+        assert not mine.end()
+        assert group.status(0).wait_phase == ready
+        for session in sessions:
+            session.close()
