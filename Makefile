@@ -96,7 +96,8 @@ model:
 GPU_PYTHON ?= $(PYTHON)
 gpu-build:
 	cmake -S . -B build/gpu -G Ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/elasticep/_lib \
-	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(GPU_PYTHON))) -DELASTICEP_CUDA=ON
+	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(GPU_PYTHON))) -DELASTICEP_CUDA=ON \
+	  -DELASTICEP_EMULATED=OFF
 	cmake --build build/gpu --parallel $(JOBS)
 
 test-gpu: gpu-build

@@ -9,6 +9,7 @@
 namespace epc {
 
 inline u64 load_acquire(const u64* p) {
+  epe::here()->block->maybe_pause(epe::here());
   const u64 v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
   epe::here()->block->look(epe::here(), p, v);
   return v;
@@ -33,6 +34,7 @@ inline TaggedWord load_whole(const TaggedWord* p) {
   return out;
 }
 inline TaggedWord load_acquire(const TaggedWord* p) {
+  epe::here()->block->maybe_pause(epe::here());
   const TaggedWord v = load_whole(p);
   epe::here()->block->look(epe::here(), p, v.tag);
   return v;
