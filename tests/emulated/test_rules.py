@@ -53,6 +53,13 @@ def test_the_structures_have_one_size_on_both_sides() -> None:
         assert f.run("tests.emulated.programs:abi_version") == [native.ABI_VERSION]
 
 
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_rank_that_is_slow_in_steps_without_exchanges_skips_none(seed: int) -> None:
+    with fleet(geometry(3, [exchange(8)], experts=8), 3, 1, seed) as f:
+        (ends,) = f.run(f"{FORMATS}:empty_steps", 120.0, count=60)
+    assert ends == [[60, native.StepStatus.RUN]] * 3
+
+
 @pytest.mark.parametrize("seed", [0, 3])
 def test_two_channels_on_two_streams(seed: int) -> None:
     shape = geometry(2, [exchange(64, channels=2)], experts=8, hidden=256)
