@@ -24,7 +24,6 @@ SUBCOMMANDS: dict[str, str] = {
     "group": "Create and inspect groups.",
     "status": "Show members, views and health.",
     "node": "Say that a node is off for good.",
-    "placement": "Plan, show and compare placements of experts.",
     "checkpoint": "Show the experts of a checkpoint, and whether they are whole.",
     "plan": "Compare the ways to exchange rows, for a model and a group size.",
     "rebalance": "Ask for a rebalance of a group's experts.",

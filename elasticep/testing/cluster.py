@@ -41,7 +41,8 @@ class Cluster:
         nodes: daemons; the seats are split evenly among them.
         fault_injection: whether the daemons serve `InjectFault`.
         controllers: replicas; one of them leads.
-        etcd_members: 1, 3 or 5.
+        etcd_members: 1, 3 or 5, started with the rest.
+        etcd: endpoints of one that runs already, instead; it is left alone.
         environment: unit -> variables that differ from what it would get.
         wrap: unit -> a command that runs the unit's own, its first word an absolute path.
         checkpoint: where the daemons load expert weights from; a relative path lies below `folder`.
@@ -56,6 +57,7 @@ class Cluster:
         fault_injection: bool = False,
         controllers: int = 1,
         etcd_members: int = 1,
+        etcd: Sequence[str] = (),
         environment: Mapping[str, Mapping[str, str]] | None = None,
         wrap: Mapping[str, Sequence[str]] | None = None,
         checkpoint: str | Path | None = None,
@@ -69,6 +71,7 @@ class Cluster:
         self.nodes = nodes
         self.controllers = controllers
         self._etcd_members = etcd_members
+        self._etcd = tuple(etcd)
         self._environment = {name: dict(more) for name, more in (environment or {}).items()}
         self._wrap = {name: list(words) for name, words in (wrap or {}).items()}
         self._fault_injection = fault_injection
@@ -106,6 +109,7 @@ class Cluster:
             "fault_injection": self._fault_injection,
             "controllers": self.controllers,
             "etcd_members": self._etcd_members,
+            "etcd": self._etcd,
             "environment": self._environment,
             "wrap": self._wrap,
         }

@@ -6,8 +6,9 @@ cluster's folder deleted; so a crash of the demo or of a test leaves nothing beh
 daemon died become this process's children and are ended, too.
 
 First message in: `{"folder", "group", "ranks", "nodes", "fault_injection"}`, and if there are
-several `"controllers"` and `"etcd_members"`; `"environment"` and `"wrap"` (a command before the
-unit's own) by unit name. Then `{"op": "kill" | "start" | "etcd" | "stop", ...}`.
+several `"controllers"` and `"etcd_members"`; `"etcd"`, endpoints of one that runs already;
+`"environment"` and `"wrap"` (a command before the unit's own) by unit name. Then
+`{"op": "kill" | "start" | "etcd" | "stop", ...}`.
 Out: `{"event": "ready" | "exited" | "failed" | "up" | "etcd", ...}`.
 """
 
@@ -115,6 +116,7 @@ class Supervisor:
         self._restart_at: dict[str, float] = {}
         self._held: set[str] = set()
         self._etcd: LocalEtcd | None = None
+        self._endpoints: tuple[str, ...] = ()
         self._folder: Path | None = None
         self._up = False
 
@@ -128,8 +130,11 @@ class Supervisor:
             self._folder = Path(settings["folder"])
             tempfile.tempdir = str(self._folder)  # what etcd leaves goes with the folder
             self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
-            self._etcd = LocalEtcd(settings.get("etcd_members", 1))
-            for spec in plan(settings, self._etcd.endpoints):
+            self._endpoints = tuple(settings.get("etcd", ()))
+            if not self._endpoints:
+                self._etcd = LocalEtcd(settings.get("etcd_members", 1))
+                self._endpoints = self._etcd.endpoints
+            for spec in plan(settings, self._endpoints):
                 self._add(spec)
             while self._serve():
                 pass
@@ -214,8 +219,7 @@ class Supervisor:
             self._tell(event="ready", name=name, pid=unit.pid, at_ns=time.monotonic_ns())
             if not self._up and all(unit.ready for unit in self._units.values()):
                 self._up = True
-                assert self._etcd is not None
-                self._tell(event="up", etcd=self._etcd.endpoints)
+                self._tell(event="up", etcd=self._endpoints)
         return True
 
     def _on_exit(self, name: str) -> bool:
