@@ -54,7 +54,8 @@ CLIENT_OPTIONS: Final = (
     *_KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_VIEW_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # The least time that a connection has to come about, TLS and the first frame included.
+    ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -86,8 +86,11 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
                 if not isinstance(heard[address], (NotLeader, Unavailable)):
                     raise heard[address] from None
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise heard[address] from None
-        if all(not isinstance(error, NotLeader) for error in heard.values()):
+                    raise Unavailable(
+                        f"{address} did not answer within {timeout_s:g} s; see its log, or wait "
+                        "longer with --timeout"
+                    ) from None
+        if not any(isinstance(e, NotLeader) or _is_slow(e) for e in heard.values()):
             break  # nobody of ours is there: waiting would not help
         await asyncio.sleep(0.1)
     told = "; ".join(f"{address}: {error}" for address, error in heard.items())
@@ -107,6 +110,11 @@ def _said(error: "grpc.aio.AioRpcError") -> ElasticEPError:
     if details.startswith("failed to connect"):
         return Unavailable(details.rpartition("connect: ")[2] or details)
     return typed_error(error, "the call")
+
+
+def _is_slow(error: ElasticEPError) -> bool:
+    """Whether somebody took the connection, or may yet, and did not go on with it in time."""
+    return "timeout occurred" in str(error).lower() or "timed out" in str(error)
 
 
 def parse_ranks(text: str) -> list[int]:

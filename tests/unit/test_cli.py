@@ -1,7 +1,9 @@
 """The command line as a whole: what every command has in common."""
 
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -81,6 +83,22 @@ def test_controllers_that_are_there_and_do_not_lead_are_told_from_none(standby: 
     assert "127.0.0.1:1: Connection refused (111)" in str(error)
     assert "does etcd answer them?" in str(error)
     assert "running" not in str(error)
+
+
+def test_a_controller_that_is_slow_to_take_a_connection_is_asked_again() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        error = (
+            CliRunner()
+            .invoke(cli, ["status", "--timeout", "2", "--controllers", address])
+            .exception
+        )
+    assert isinstance(error, Unavailable)
+    assert time.monotonic() - began > 1.5  # one attempt has 0.5 s
+    assert f"{address} did not answer within 2 s" in str(error)
 
 
 @pytest.mark.parametrize(
