@@ -1,5 +1,6 @@
 """What dispatch kernels leave behind in torn steps, and what they do about lost experts."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import numpy.typing as npt
 
 from elasticep.native import abi
 from elasticep.native import cuda as native
+from elasticep.native.structs import WaitPhase
+from elasticep.testing import emulated_cuda
 from elasticep.testing.placements import spread
 from elasticep.testing.small import CAP, EXPERTS, TOPK, exchange, geometry
-from tests.emulated.stand import Seat, Stand, mark, over, until
+from tests.emulated.stand import MS, Seat, Stand, mark, over, until
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -28,8 +31,12 @@ class Batch:
 
     def put(self, seat: Seat, number: int = 0, half: str = "both") -> None:
         """Its dispatch on the seat's stream."""
-        args = native.DispatchArgs(
-            exchange=number,
+        seat.here.dispatch(self.args(exchange=number), seat.stream.cuda_stream, half=half)
+
+    def args(self, **where: int) -> native.DispatchArgs:
+        """Of a dispatch of it."""
+        return native.DispatchArgs(
+            **where,
             tokens=self.tokens,
             x_dtype=int(abi.Dtype.FP32),
             ids_bytes=4,
@@ -38,7 +45,6 @@ class Batch:
             weights=self.weights.ctypes.data,
             lost=self.lost.ctypes.data,
         )
-        seat.here.dispatch(args, seat.stream.cuda_stream, half=half)
 
 
 def _words(seat: Seat, tag: int) -> Any:
@@ -193,3 +199,48 @@ def _told_weights(stand: Stand, number: int) -> Floats:
                 if ids[row, k] >= 0:
                     out[t, k] = weights[row, k]
     return out
+
+
+def two_waits() -> Any:
+    """Two channels wait for the same rank: what is on record meanwhile, and after one is over."""
+    spec = exchange(channels=2)
+    g = geometry(2, spec, spec)
+    with Stand(g, suspect_ms=20) as stand:
+        stand.open(0, 1)
+        stand.stage(1, 0, [0, 1], spread(g, [0, 1]))
+        first, second = stand.seats
+        for seat in stand.seats:
+            seat.begin(1)
+        for seat in stand.seats:
+            seat.result()
+        streams = [emulated_cuda.Stream() for _ in range(2)]
+        batches = [Batch(seat, np.zeros((1, TOPK), np.int32)) for seat in stand.seats]
+
+        def put(seat: Seat, channel: int, stream: emulated_cuda.Stream) -> None:
+            args = batches[seat.rank].args(exchange=channel, channel=channel)
+            seat.here.dispatch(args, stream.cuda_stream)
+
+        def record() -> tuple[int, int]:
+            status = first.header.status()
+            return status.wait_exchange, status.wait_since_ns
+
+        def waits() -> bool:
+            return first.header.status().wait_phase == WaitPhase.DISPATCH
+
+        for channel, stream in enumerate(streams):
+            put(first, channel, stream)
+        until(waits, "a wait on record")
+        held = record()
+        while first.header.status().wait_phase and time.monotonic_ns() < held[1] + 500 * MS:
+            assert record() == held
+        put(second, held[0], second.stream)
+        streams[held[0]].synchronize()
+        until(lambda: waits() and record()[0] != held[0], "the other's turn")
+        other = record()
+        put(second, other[0], second.stream)
+        streams[other[0]].synchronize()
+        over = first.header.status().wait_phase
+        for seat in stand.seats:
+            seat.end()
+            seat.result()
+    return {"apart_ms": abs(other[1] - held[1]) // MS, "over": over}

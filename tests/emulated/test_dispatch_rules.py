@@ -11,6 +11,13 @@ def test_what_pads_a_run_is_zero_after_a_step_that_only_some_blocks_left() -> No
     assert run(f"{SCENES}:padding", sms=12, torn_steps=12) == 0
 
 
+def test_one_wait_is_on_record_until_it_is_over_and_then_the_other_channels() -> None:
+    """Not parts of two, nor none because the other ended: a hang would have another root."""
+    told = run(f"{SCENES}:two_waits", sms=12)
+    assert told["apart_ms"] < 500  # each since it began
+    assert told["over"] == 0
+
+
 def test_what_is_done_about_lost_experts_changes_while_ranks_run() -> None:
     """Refused, flagged, and flagged with the weights that are left raised to the same sum, bit for
     bit as on the CPU; in rows per rank, per expert, and with replicated input.
