@@ -25,6 +25,7 @@ from elasticep.proto.controller_pb2 import NodeMessage
 from elasticep.rpc import open_channel
 
 WAIT_S: Final = 60.0
+_LOOK_S: Final = 0.1
 _RETRY_S: Final = 0.05
 EMPTY, READY = types_pb2.SEAT_STATE_EMPTY, types_pb2.SEAT_STATE_READY
 ATTACHED, DEAD = types_pb2.SEAT_STATE_ATTACHED, types_pb2.SEAT_STATE_DEAD
@@ -332,7 +333,9 @@ class FakeNodes:
     async def until(
         self, condition: Callable[[], bool], what: str = "", wait_s: float = WAIT_S
     ) -> None:
-        """Wait for a condition on these nodes; `Unavailable` tells how they are when it fails."""
+        """Wait for a condition on these nodes, or on their controller, which wakes nobody here;
+        `Unavailable` tells how the nodes are when it fails.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + wait_s
         while not condition():
@@ -340,14 +343,14 @@ class FakeNodes:
                 node.changed.clear()
             waits = [asyncio.ensure_future(n.changed.wait()) for n in self.nodes.values()]
             try:
-                left = end - loop.time()
-                done, _ = await asyncio.wait(
-                    waits, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+                left = max(0.0, end - loop.time())
+                await asyncio.wait(
+                    waits, timeout=min(_LOOK_S, left), return_when=asyncio.FIRST_COMPLETED
                 )
             finally:
                 for wait in waits:
                     wait.cancel()
-            if not done and left <= 0:
+            if left <= 0:
                 states = {n.name: (n.connected, n.error, n.seats) for n in self.nodes.values()}
                 raise Unavailable(f"not within {wait_s} s: {what or condition}; {states}")
 

@@ -143,6 +143,7 @@ def test_a_node_that_was_drained_and_stopped_is_forgotten(
             async with client(controller.address) as stub:
                 request = controller_pb2.DrainRequest(group="g", ranks=[2, 3])
                 await stub.Drain(request, timeout=CALL_S)
+            await nodes.until(lambda: nodes.epoch == 2)
             await nodes.meet()
             seats = controller.leading().cluster.groups["g"].seats
             await nodes.until(lambda: all(seats[rank].phase == "gone" for rank in (2, 3)))
