@@ -67,6 +67,7 @@ def test_a_joiner_stages_before_anyone_else_hears_of_its_view(run_memory: Run) -
             node.attach = False  # the next incarnation comes up when the test says so
             node.kill(3)
             await nodes.until(lambda: orders(nodes, 3, "grant")[-1].grant.incarnation == 2)
+            await nodes.until(lambda: nodes.epoch == 2)
             await nodes.meet()
             node.auto = False
             node.grant(orders(nodes, 3, "grant")[-1].grant)
