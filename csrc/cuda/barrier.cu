@@ -456,6 +456,10 @@ __device__ void conclude(const Domain& d, Barrier& b, u32 status) {
     d.record->info.work = d.agreed ? s->done + 1 : 0;
     d.record->info.settled = d.agreed ? s->done : 0;
     s->torn = 0;
+  } else {
+    // Kernels that follow all the same, as in a graph, send nothing: a combine says that its outputs are ready before it looks
+    // whether the step is torn, and the numbers here are of the last step that ran, in which a peer may still be.
+    s->members = 0;
   }
   if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
     const bool doomed = status == EPC_STEP_DOOMED;

@@ -50,7 +50,7 @@ enum Half : u32 { kSend = 1, kReceive = 2 };
 // Private device memory of a rank. One step's truth; written by the barrier kernel, read by all others.
 struct State {
   u64 step, epoch;
-  u32 torn, bank, members, incarnation;
+  u32 torn, bank, members, incarnation;  // members: 0 when the barrier let no step run
   u32 sequence[EP_MAX_CHANNELS];  // exchanges finished on each channel in this step
   u32 opened[EP_MAX_CHANNELS];    // exchanges whose dispatch has begun
   u32 mask[kMaskWords];           // members as bits

@@ -46,7 +46,7 @@ typedef struct epc_fault {
 
 typedef struct epc_step_info {
   uint64_t epoch, step, digest, barrier_ns; /* barrier_ns: time the barrier took */
-  uint32_t status, members, complete, ended;
+  uint32_t status, members, complete, ended;  /* members: how many; 0 when no step runs */
   uint32_t incarnation[EP_MAX_RANKS];
   uint32_t tokens[EP_MAX_RANKS];
   uint64_t work, settled; /* agreed completion, as in ep_step_info; local: 0, 0 */

@@ -244,3 +244,43 @@ def two_waits() -> Any:
             seat.end()
             seat.result()
     return {"apart_ms": abs(other[1] - held[1]) // MS, "over": over}
+
+
+def runs_nothing(how: str) -> Any:
+    """A barrier lets no step run, and the kernels of one follow it, as in a graph: the status, and
+    whether any byte of the peer's memory changed.
+    """
+    g = geometry(2, exchange())
+    with Stand(g, step_ms=300) as stand:
+        stand.open(0, 1)
+        stand.stage(1, 0, [0, 1], spread(g, [0, 1]))
+        seat, peer = stand.seats
+        batches = [Batch(s, np.zeros((2, TOPK), np.int32)) for s in stand.seats]
+        outs = [np.zeros_like(batch.x) for batch in batches]
+
+        def put(own: Seat, times: int) -> None:
+            for _ in range(times):
+                batches[own.rank].put(own)
+                out, dtype = outs[own.rank].ctypes.data, abi.Dtype.FP32
+                own.here.combine(0, 0, 2, out, dtype, own.stream.cuda_stream)
+            own.end()
+
+        ran: list[native.StepResult] = []
+        while not all(r.status is native.StepStatus.RUN for r in ran) or not ran:
+            for own in stand.seats:
+                own.begin(2)
+            ran = [own.result() for own in stand.seats]
+        for own in stand.seats:
+            put(own, 2)
+        assert all(own.result().complete for own in stand.seats)
+        if how == "doomed":
+            seat.header.mark_dead(1, 1)
+        elif how == "expelled":
+            seat.marks[1, 0] = mark(2, 2)
+        seat.begin(2)
+        status = seat.result().status
+        before = peer.data.copy()
+        put(seat, 1)
+        seat.result()
+        same = bool((before == peer.data).all())
+    return [int(status), same]

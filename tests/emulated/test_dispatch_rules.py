@@ -1,6 +1,8 @@
 """What dispatch kernels do about torn steps and lost experts, on an emulated GPU."""
 
-from elasticep.native.cuda_structs import Why
+import pytest
+
+from elasticep.native.cuda_structs import StepStatus, Why
 from tests.emulated.stand import run
 
 SCENES = "tests.emulated.scenes_exchange"
@@ -9,6 +11,12 @@ SCENES = "tests.emulated.scenes_exchange"
 def test_what_pads_a_run_is_zero_after_a_step_that_only_some_blocks_left() -> None:
     """Those who went on filled rows whose labels were for others to write."""
     assert run(f"{SCENES}:padding", sms=12, torn_steps=12) == 0
+
+
+@pytest.mark.parametrize("how", [StepStatus.TIMEOUT, StepStatus.DOOMED, StepStatus.EXPELLED])
+def test_kernels_behind_a_barrier_that_let_no_step_run_touch_no_peer(how: StepStatus) -> None:
+    """Their flags would name the last step that ran here, in which a peer may still be."""
+    assert run(f"{SCENES}:runs_nothing", how=how.name.lower()) == [how, True]
 
 
 def test_one_wait_is_on_record_until_it_is_over_and_then_the_other_channels() -> None:
