@@ -139,7 +139,8 @@ u64 Runner::left_by(u32* rank) const {
 }
 
 // The epoch in which somebody went on without this rank, or 0. Marks of earlier epochs were for an earlier incarnation;
-// they have only the low bits of theirs and stay for good, so each is remembered before it could look like a later one.
+// they have only the low bits of theirs and stay for good, so each is remembered before it could look like a later one. So was
+// one, written late, of an epoch whose view is staged here, with this incarnation in it.
 u64 Runner::left_behind() {
   if (!kFaultChecks) return 0;
   const Flag* marks = leave_marks(own_.data);
@@ -147,10 +148,17 @@ u64 Runner::left_behind() {
     u64 mark = reinterpret_cast<const std::atomic<u64>*>(&marks[r].word)->load(std::memory_order_acquire);
     if ((mark & 0xff) != kLeaveExpelled || mark == past_marks_[r]) continue;
     int16_t ahead = int16_t(u16(mark >> 8) - u16(view_->epoch));
-    if (ahead > 0) return view_->epoch + u64(ahead);
+    if (ahead > 0 && !staged_with_me(view_->epoch + u64(ahead))) return view_->epoch + u64(ahead);
     past_marks_[r] = mark;
   }
   return 0;
+}
+
+bool Runner::staged_with_me(u64 epoch) {
+  std::lock_guard<std::mutex> guard(views_mutex_);
+  for (const auto& v : views_)
+    if (v.epoch == epoch) return v.tables.head->incarnation[me_] == inc_;
+  return false;
 }
 
 }  // namespace ep

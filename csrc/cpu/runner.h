@@ -130,6 +130,7 @@ class Runner {
   void leave(const StagedView& view, u32 rank, u64 epoch, LeaveWhy why);
   u64 left_by(u32* rank) const;
   u64 left_behind();
+  bool staged_with_me(u64 epoch);
   bool is_dead(u32 rank, u32 inc) const { return kFaultChecks && own_.header->dead[rank].load(std::memory_order_acquire) >= inc; }
   void ring_peer(const StagedView& view, u32 rank, u32 channel) const;
   u64 last_step_here() const;

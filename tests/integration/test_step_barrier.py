@@ -138,6 +138,29 @@ def test_a_mark_for_an_earlier_incarnation_never_expels_a_later_one(later: int) 
             session.close()
 
 
+def test_a_late_mark_for_its_predecessor_does_not_expel_a_new_incarnation() -> None:
+    """Of a view that the new one is in, and has staged; of any other the mark is for itself."""
+    g = geometry(2, exchange(), launch=abi.Launch.INLINE)
+    with LocalGroup(g, timeouts=timeouts()) as group:
+        at = loads_offset(g) - _MARKS_BYTES
+        marks = group.data(0)[at : at + 2 * _MARK_BYTES].view(np.uint64).reshape(2, -1)
+        sessions = [group.session(rank) for rank in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            for epoch, step in ((5, 1), (6, 2)):
+                group.stage(epoch, 5 if step > 1 else 0, [0, 1], spread(g, [0, 1]))
+                if step > 1:
+                    marks[1, 0] = 1 << 24 | 6 << 8 | _EXPELLED
+                infos = threads.map(lambda session: session.begin(), sessions)
+                assert [info.epoch for info in infos] == [epoch] * 2
+                list(threads.map(RawSession.end, sessions))
+            waiting = threads.submit(sessions[0].begin)
+            marks[1, 0] = 3 << 24 | 7 << 8 | _EXPELLED
+            with pytest.raises(Fenced, match="expelled"):
+                waiting.result(60)
+        for session in sessions:
+            session.close()
+
+
 def test_a_daemon_that_takes_no_connection_is_not_waited_for(tmp_path: Path) -> None:
     """One that is stopped has its backlog full before long."""
     path = str(tmp_path / "fd")
