@@ -73,7 +73,7 @@ def run_demo(folder: Path, *arguments: str, **variables: str) -> dict[str, Any]:
         text=True,
         timeout=380,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr + done.stdout
     assert left_behind(folder) == []
     report: dict[str, Any] = json.loads(done.stdout)
     assert list(report) == KEYS
