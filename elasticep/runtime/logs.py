@@ -60,7 +60,8 @@ def open_log(style: str, level: str, **keys: str) -> FilteringBoundLogger:
         last,
     ]
     log: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(cast(TextIO, _Unfailing(sys.stderr))),
+        # A line is one write: whoever is killed leaves no half of one for its successor to go on.
+        structlog.WriteLogger(cast(TextIO, _Unfailing(sys.stderr))),
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
     )

@@ -102,7 +102,10 @@ def fleet(hosts: Hosts, tmp_path: Path) -> Iterator[Fleet]:
         made.check()
 
 
-@pytest.mark.parametrize(("node", "way"), [(1, BOTH), (0, FROM), (1, TO)])
+@pytest.mark.parametrize(
+    ("node", "way"),
+    [(1, BOTH), *(pytest.param(*cut, marks=pytest.mark.long) for cut in ((0, FROM), (1, TO)))],
+)
 def test_ranks_behind_a_cut_are_left_out_and_complete_nothing_until_it_heals(
     hosts: Hosts, fleet: Fleet, node: int, way: str
 ) -> None:

@@ -47,13 +47,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def every_way_and_site(third: int) -> pytest.MarkDecorator:
-    """All ways and sites. A third of them, another one for each of the three tests, is not long."""
+def every_way_and_site(sixth: int) -> pytest.MarkDecorator:
+    """All ways and sites. A sixth of them, another one for each of the three tests, is not long."""
     found = []
     for (w, way), (s, site) in product(enumerate(WAYS), enumerate(SITES)):
         if way == "replicated" and site == abi.FailSite.ROWS:
             continue  # nothing is sent
-        marks = () if (w + s) % 3 == third else (pytest.mark.long,)
+        marks = () if (w + s) % 6 == sixth else (pytest.mark.long,)
         found.append(pytest.param(way, site, marks=marks, id=f"{way}-{site.name.lower()}"))
     return pytest.mark.parametrize(("way", "site"), found)
 

@@ -9,6 +9,7 @@ import pytest
 CHECK = Path(__file__).parents[2] / "docs" / "model" / "check.sh"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("spin") is None, reason="spin is not installed (Debian: spin)")
 def test_model_holds_and_planted_bugs_are_found() -> None:
