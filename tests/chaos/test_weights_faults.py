@@ -130,6 +130,7 @@ def test_nothing_is_held_back_that_a_view_without_the_dead_waits_for() -> None:
         assert lab.moved("n0") == {"checkpoint": 2, "replica": 2}
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_mounted_nowhere_makes_no_expert_lost() -> None:
     """All nodes see an empty folder where it was: that is said, and when it is back it is read."""
     with WeightsLab(layers=1) as lab:
@@ -154,6 +155,7 @@ def test_a_checkpoint_that_is_mounted_nowhere_makes_no_expert_lost() -> None:
         lab.check(0, [0, 1, 2, 3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_daemon_that_comes_back_has_its_arenas_if_somebody_kept_them(kept: bool) -> None:
     with WeightsLab() as lab:

@@ -12,7 +12,7 @@ from tests.emulated.stand import run
 SOAK = "tests.emulated.scenes_soak:soak"
 
 
-@pytest.mark.parametrize(("ranks", "chance"), [(3, 1), (4, 4)])
+@pytest.mark.parametrize(("ranks", "chance"), [(3, 1), pytest.param(4, 4, marks=pytest.mark.long)])
 def test_random_views(ranks: int, chance: int) -> None:
     told = run(SOAK, sms=8, seed=chance, ranks=ranks, seconds=6.0, chance=chance)
     assert told["views"] > 5

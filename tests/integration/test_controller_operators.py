@@ -132,7 +132,7 @@ def test_a_replacement_takes_the_seats_of_a_node_that_is_off(run: Run) -> None:
 
 
 def test_a_node_that_was_drained_and_stopped_is_forgotten(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a minute, and a short one here; one whose ranks may live stays, and says so."""
     monkeypatch.setattr(cluster_module, "FORGET_MS", 100)
@@ -161,7 +161,7 @@ def test_a_node_that_was_drained_and_stopped_is_forgotten(
             await store.close()
             assert [key.rpartition("/")[2] for key in keys] == ["a"]
 
-    run(scenario)
+    run_memory(scenario)
 
 
 def test_what_cannot_be_drained_is_refused_with_the_reason(run_memory: Run) -> None:

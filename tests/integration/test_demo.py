@@ -84,6 +84,7 @@ def run_demo(folder: Path, *arguments: str, **variables: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("scenario", "epochs"), [("rejoin", [1, 2, 3]), ("scale", [1, 2, 3, 4])])
 def test_ranks_come_back_join_and_are_drained_under_load(
     folder: Path, scenario: str, epochs: list[int]

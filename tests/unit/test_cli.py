@@ -76,10 +76,10 @@ def standby() -> Iterator[str]:
 
 
 def test_controllers_that_are_there_and_do_not_lead_are_told_from_none(standby: str) -> None:
-    line = f"status --timeout 8 --controllers {standby},127.0.0.1:1"
+    line = f"status --timeout 5 --controllers {standby},127.0.0.1:1"
     error = CliRunner().invoke(cli, line.split()).exception
     assert isinstance(error, Unavailable)
-    assert f"no controller leads within 8 s ({standby}: this controller does not" in str(error)
+    assert f"no controller leads within 5 s ({standby}: this controller does not" in str(error)
     assert "127.0.0.1:1: Connection refused (111)" in str(error)
     assert "does etcd answer them?" in str(error)
     assert "running" not in str(error)

@@ -178,6 +178,7 @@ def test_a_message_that_is_too_long_fails_alone(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_whoever_waits_hears_of_a_mover_that_cannot_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
