@@ -1,7 +1,6 @@
 """`elasticep demo`: a small model on a real cluster, with a kill in the middle of decoding."""
 
 import json
-import signal
 import sys
 
 import click
@@ -9,11 +8,7 @@ import click
 from elasticep.demo.display import choose_display
 from elasticep.demo.scenario import Scenario
 from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
-from elasticep.signals import stop_signals
-
-
-def _stop(number: int, _: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+from elasticep.signals import interrupt_on_stop
 
 
 @click.command()
@@ -94,9 +89,7 @@ def command(
         )
         for one in wanted
     ]
-    # As Ctrl-C does, so that a polite stop cleans up, too.
-    for number in stop_signals():
-        signal.signal(number, _stop)
+    interrupt_on_stop()
     good = [_run(settings, table=output == "table") for settings in runs]
     sys.exit(0 if all(good) else 1)
 

@@ -10,7 +10,7 @@ import click
 from elasticep.cli.operator import ask
 from elasticep.config import parse_seats
 from elasticep.errors import ConfigError
-from elasticep.signals import stop_signals
+from elasticep.signals import interrupt_on_stop
 from elasticep.testing.cluster import Cluster
 from elasticep.testing.supervisor import ranks_of
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 _LONG_S: Final = 3600.0
 _LEAD_S: Final = 60.0
-
-
-def _stop(number: int, _: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 @click.command()
@@ -85,8 +81,7 @@ def command(
         checkpoint=checkpoint,
         fault_injection=fault_injection,
     )
-    for number in stop_signals():
-        signal.signal(number, _stop)
+    interrupt_on_stop()
     tell = _tell_json if output == "json" else _tell_text
     try:
         with cluster:

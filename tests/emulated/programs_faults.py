@@ -105,15 +105,21 @@ def lines(results: list[native.StepResult]) -> list[dict[str, Any]]:
     ]
 
 
+def formed(member: Member) -> list[Rank]:
+    """The ranks, after a complete step of all in their first view."""
+    ranks = ranks_of(member)
+    for rank in ranks:
+        stage(rank.context, 1, [r.rank for r in ranks])
+    assert all(r.complete for r in step(ranks))
+    return ranks
+
+
 def one_is_missing(member: Member, what: str) -> dict[str, Any]:
     """The last rank begins a step and sends nothing; the others wait until the test does `what`.
     Then it goes on; if it is dead, the others in a view without it."""
-    ranks = ranks_of(member)
+    ranks = formed(member)
     *others, late = ranks
     everybody = [r.rank for r in ranks]
-    for rank in ranks:
-        stage(rank.context, 1, everybody)
-    assert all(r.complete for r in step(ranks))
     for rank in others:
         rank.start()
     late.fresh()
@@ -140,12 +146,9 @@ def one_is_missing(member: Member, what: str) -> dict[str, Any]:
 
 def dead_before_the_barrier(member: Member) -> dict[str, Any]:
     """All but the last rank come to a barrier of which the last is dead; then a view without it."""
-    ranks = ranks_of(member)
+    ranks = formed(member)
     *others, last = ranks
     everybody = [r.rank for r in ranks]
-    for rank in ranks:
-        stage(rank.context, 1, everybody)
-    assert all(r.complete for r in step(ranks))
     for rank in others:
         rank.start()
     member.report(last.rank)
