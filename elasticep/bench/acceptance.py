@@ -125,8 +125,14 @@ def _correct(out: Path) -> list[Batch]:
 
 def _soak(out: Path) -> list[Batch]:
     command = _pytest("soak", out, f"{TESTS}/test_faults.py", "-k", "random_delays")
-    exchanges = {"ELASTICEP_GPU_EXCHANGES": "50000"}
-    return [Batch("soak", "soak", (command,), junit("soak"), 300.0, exchanges, gpus=2)]
+    two = {"ELASTICEP_GPU_EXCHANGES": "50000"}
+    # Ranks in processes of their own have one GPU in turn: two milliseconds a wait.
+    one = {"ELASTICEP_GPU_EXCHANGES": "5000", "ELASTICEP_GPUS": "1"}
+    alone = _pytest("soak-one-gpu", out, f"{TESTS}/test_faults.py", "-k", "random_delays")
+    return [
+        Batch("soak", "soak", (command,), junit("soak"), 300.0, two, gpus=2),
+        Batch("soak", "soak-one-gpu", (alone,), junit("soak-one-gpu"), 120.0, one),
+    ]
 
 
 def _sanitizer(out: Path) -> list[Batch]:
@@ -137,9 +143,9 @@ def _sanitizer(out: Path) -> list[Batch]:
         wrapped = ("compute-sanitizer", *every, "--tool", tool)
         command = (*wrapped, *_pytest(tool, out, f"{TESTS}/test_exchange.py", "-k", "sanitizer"))
         patience = {"ELASTICEP_GPU_PATIENCE": "20"}
-        needs: dict[str, Any] = {"gpus": 2, "tools": ("compute-sanitizer",)}
+        needs = ("compute-sanitizer",)
         judge = sanitized(tool)
-        batches.append(Batch("sanitizer", tool, (command,), judge, 300.0, patience, **needs))
+        batches.append(Batch("sanitizer", tool, (command,), judge, 300.0, patience, tools=needs))
     return batches
 
 
@@ -158,9 +164,9 @@ def _faults(out: Path) -> list[Batch]:
             return junit(name)(log, out) | lines_of(name)(log, out)
 
         command = _pytest(name, out, tests, "-k", "case_04")
-        batches.append(Batch("faults", name, (command,), judge, 150.0, environment, gpus=2))
+        batches.append(Batch("faults", name, (command,), judge, 150.0, environment))
     command = _pytest("stopped", out, tests, "-k", "expelled")
-    batches.append(Batch("faults", "stopped", (command,), junit("stopped"), gpus=2))
+    batches.append(Batch("faults", "stopped", (command,), junit("stopped")))
     command = _pytest("client-kills", out, f"{TESTS}/test_client.py", "-k", "case_04")
     kills = {"ELASTICEP_GPU_CLIENT_KILLS": "8", "ELASTICEP_GPU_OUT": str(out)}
     judge_client = junit("client-kills")
@@ -312,12 +318,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench acceptance", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for results and report")
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--only", nargs="*", help="batches by name; see --list")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for this call")
     parser.add_argument("--again", action="store_true", help="also what has failed before")
     parser.add_argument("--list", action="store_true", help="say what would be run")
     given = parser.parse_args(list(arguments))
     out = given.out.resolve()
     batches = batches_of(out, given.part)
+    if given.only is not None:
+        unknown = set(given.only) - {b.name for b in batches}
+        if unknown:
+            raise AcceptanceError(f"no batch {', '.join(sorted(unknown))}; --list names them all")
+        # In the order that was asked for.
+        batches = sorted(
+            (b for b in batches if b.name in given.only), key=lambda b: given.only.index(b.name)
+        )
     if given.list:
         for batch in batches:
             for command in batch.commands:

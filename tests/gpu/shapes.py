@@ -1,15 +1,42 @@
 """Geometries and exchanges that the GPU tests use, and the children that run them."""
 
-from typing import Final
+import os
+from typing import Any, Final
 
 from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.native import abi
+from elasticep.native import cuda as native
 
 SHARED: Final = FleetPool()
 """For tests in which no process is killed or stopped, and none measures what a process takes."""
 
 D, L, C, R = abi.Dtype, abi.RowLayout, abi.Copies, abi.Reduce
 S = abi.ScaleLayout
+
+
+def gpus() -> int:
+    """How many GPUs tests take: two where there are two, unless ELASTICEP_GPUS says one."""
+    return min(2, native.device_count(), int(os.environ.get("ELASTICEP_GPUS", "2")))
+
+
+def places(ranks: int) -> dict[str, Any]:
+    """Ranks spread over the GPUs that are there; ranks of one GPU share a process."""
+    used = min(gpus(), ranks)
+    seats = tuple(tuple(r for r in range(ranks) if r % used == p) for p in range(used))
+    return {"devices": tuple(range(used)), "seats": seats}
+
+
+def places_apart(ranks: int) -> dict[str, Any]:
+    """A process for each rank; rank 0 has a GPU of its own if there are two.
+
+    Of the others on the second GPU one is meant to run at a time.
+    """
+    other = gpus() - 1
+    return {
+        "devices": (0, *[other] * (ranks - 1)),
+        "seats": tuple((r,) for r in range(ranks)),
+        "ranks_on_device": 1 if other else min(2, ranks),
+    }
 
 
 def exchange(

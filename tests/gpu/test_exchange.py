@@ -10,20 +10,13 @@ from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.native import abi
 from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS
-from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry
+from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry, gpus, places, places_apart
 
 # Everything is slower under a sanitizer.
 PATIENCE = int(os.environ.get("ELASTICEP_GPU_PATIENCE", "1"))
 pytestmark = pytest.mark.timeout(180 * PATIENCE)
 PROGRAMS = "tests.gpu.programs"
 DTYPES = list(abi.Dtype)
-
-
-def places(ranks: int) -> dict[str, Any]:
-    """Ranks spread over the GPUs that are there; ranks of one GPU share a process."""
-    gpus = min(native.device_count(), ranks, 2)
-    seats = tuple(tuple(r for r in range(ranks) if r % gpus == p) for p in range(gpus))
-    return {"devices": tuple(range(gpus)), "seats": seats}
 
 
 def one_card(ranks: int) -> dict[str, Any]:
@@ -135,11 +128,11 @@ def test_replicas_share_tokens(ranks: int) -> None:
 
 def test_small_batches_of_every_preset_as_for_a_sanitizer() -> None:
     """In processes of their own, a rank each: tools may run the kernels of one process in turn."""
-    ranks = min(native.device_count(), 2)
+    ranks = 2
     shape = geometry(ranks, all_presets(8, abi.Dtype.BF16), hidden=512, experts=8)
     plans = [[(i, [n] * ranks) for i in range(len(PRESETS))] for n in (8, 1, 0)]
     limits = {"exchange_timeout_ms": 5000 * PATIENCE, "step_timeout_ms": 10_000 * PATIENCE}
-    with Fleet(FleetSpec(geometry=shape, **places(ranks), **limits)) as f:
+    with Fleet(FleetSpec(geometry=shape, **places_apart(ranks), **limits)) as f:
         judge(f.run(f"{PROGRAMS}:steps", 60.0 * PATIENCE, plans=plans), BOUNDS[abi.Dtype.BF16])
 
 
@@ -151,7 +144,7 @@ def test_case_13_loads_are_counted_once_at_home() -> None:
 
 
 def test_case_06_more_tokens_than_the_cap() -> None:
-    if native.device_count() < 2:
+    if gpus() < 2:
         pytest.skip("needs two GPUs: a rank of its own in each process")
     with fleet(geometry(2, [exchange(16)]), 2) as f:
         for text in f.run(f"{PROGRAMS}:too_many"):

@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped in the middle of an exchange, on two GPUs."""
+"""Ranks that are killed or stopped in the middle of an exchange; on one GPU they take turns."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.native import cuda as native
-from tests.gpu.shapes import exchange, geometry
+from tests.gpu.shapes import exchange, geometry, places_apart
 
 pytestmark = pytest.mark.timeout(560)
 PROGRAMS = "tests.gpu.programs_faults"
@@ -25,22 +25,14 @@ EXCHANGES = int(os.environ.get("ELASTICEP_GPU_EXCHANGES", "5000"))
 RETURN_LIMIT_MS = 20.0
 
 
-@pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if native.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 def spec(ranks: int, topk: int = 1, experts: int = 8) -> FleetSpec:
     shape = geometry(
         ranks, [exchange(64)], hidden=1024, experts=experts, topk=topk, layers=2, slots=8
     )
     return FleetSpec(
         geometry=shape,
-        devices=(0, *[1] * (ranks - 1)),
-        seats=tuple((r,) for r in range(ranks)),
-        ranks_on_device=1,  # of the ranks on the second GPU one runs at a time
         exchange_timeout_ms=5000,
+        **places_apart(ranks),
     )
 
 

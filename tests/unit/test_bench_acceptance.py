@@ -201,6 +201,17 @@ def test_every_gpu_test_is_in_a_batch_and_every_batch_has_one(tmp_path: Path) ->
     assert {len(chosen[n]) for n in ("product-128", "product-4096")} == {18}
 
 
+def test_batches_are_run_by_name_in_the_order_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("--out", str(tmp_path), "--list", "--only", "stopped", "formats")
+    assert acceptance.main(chosen) == 0
+    listed = [x.split(":")[0] for x in capsys.readouterr().out.splitlines()]
+    assert listed == ["faults stopped", "correct formats"]
+    with pytest.raises(acceptance.AcceptanceError, match="no batch tea"):
+        acceptance.main((*chosen, "tea"))
+
+
 def matches(expression: str, test: str) -> bool:
     """What `-k` means for conjunctions of words."""
     name = test.split("::", 1)[1]
