@@ -239,6 +239,14 @@ def receive(seat: Seat, args: native.DispatchArgs, halves: int) -> None:
         seat.context.dispatch(args, seat.stream.cuda_stream, half="receive")
 
 
+def check_whole(seat: Seat, exchange: int) -> None:
+    """What arrived counts: nobody has torn the step, or who did and why is said here."""
+    result = seat.context.result()
+    fault = {name: int(getattr(result.fault, name)) for name, _ in result.fault._fields_}
+    torn = fault["why"] and fault["step"] == result.step
+    assert not torn, f"rank {seat.rank}, exchange {exchange}, step {result.step} is torn: {fault}"
+
+
 def check_count(seat: Seat, exchange: int) -> None:
     """What the host is told with cpu_sync is what lies in device memory."""
     config = seat.context.geometry.exchange[exchange]
@@ -276,6 +284,8 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0)
                 args = dispatch_args(exchange, layer, b.x, dtype, b.ids, b.weights)
                 receive(seat, args, halves)
         synchronize()
+        for seat in seats:
+            check_whole(seat, exchange)
         for seat in seats:
             check_count(seat, exchange)
             run_experts(seat, exchange, layer)
