@@ -58,7 +58,7 @@ class Batch:
     name: str
     commands: tuple[tuple[str, ...], ...]
     judge: Judge
-    expected_s: float = 120.0
+    expected_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 1
     tools: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ def _soak(out: Path) -> list[Batch]:
     one = {"ELASTICEP_GPU_EXCHANGES": "5000", "ELASTICEP_GPUS": "1"}
     alone = _pytest("soak-one-gpu", out, f"{TESTS}/test_faults.py", "-k", "random_delays")
     return [
-        Batch("soak", "soak", (command,), junit("soak"), 300.0, two, gpus=2),
+        Batch("soak", "soak", (command,), junit("soak"), 200.0, two, gpus=2),
         Batch("soak", "soak-one-gpu", (alone,), junit("soak-one-gpu"), 120.0, one),
     ]
 
@@ -145,7 +145,7 @@ def _sanitizer(out: Path) -> list[Batch]:
         patience = {"ELASTICEP_GPU_PATIENCE": "20"}
         needs = ("compute-sanitizer",)
         judge = sanitized(tool)
-        batches.append(Batch("sanitizer", tool, (command,), judge, 300.0, patience, tools=needs))
+        batches.append(Batch("sanitizer", tool, (command,), judge, 150.0, patience, tools=needs))
     return batches
 
 
@@ -164,13 +164,13 @@ def _faults(out: Path) -> list[Batch]:
             return junit(name)(log, out) | lines_of(name)(log, out)
 
         command = _pytest(name, out, tests, "-k", "case_04")
-        batches.append(Batch("faults", name, (command,), judge, 150.0, environment))
+        batches.append(Batch("faults", name, (command,), judge, 45.0, environment))
     command = _pytest("stopped", out, tests, "-k", "expelled")
     batches.append(Batch("faults", "stopped", (command,), junit("stopped")))
     command = _pytest("client-kills", out, f"{TESTS}/test_client.py", "-k", "case_04")
     kills = {"ELASTICEP_GPU_CLIENT_KILLS": "8", "ELASTICEP_GPU_OUT": str(out)}
     judge_client = junit("client-kills")
-    batches.append(Batch("faults", "client-kills", (command,), judge_client, 240.0, kills))
+    batches.append(Batch("faults", "client-kills", (command,), judge_client, 120.0, kills))
     return batches
 
 
@@ -185,7 +185,7 @@ def _speed(out: Path) -> list[Batch]:
         name = f"exchange-{model}"
         picture = ("--png", f"{out / name}.png")
         command = _bench(out, name, "--models", model, "--runs", "30", *picture)
-        batches.append(Batch("speed", name, (command,), lines_of(name), 240.0, gpus=2))
+        batches.append(Batch("speed", name, (command,), lines_of(name), 120.0, gpus=2))
     # The same library without a look at anything but the flag, beside the one that is used.
     bare = out / "without-checks"
     options = {
