@@ -160,15 +160,10 @@ class GroupConfig:
         """How a rank's expert weights lie in memory; None if engines keep their own.
 
         Raises:
-            ConfigError: larger than any arena may be, or of a group on GPUs.
+            ConfigError: larger than any arena may be.
         """
         if self.weights is None:
             return None
-        if self.device is Device.CUDA:
-            raise ConfigError(
-                f"group {self.name!r} has device = 'cuda' and weights, which daemons keep in host "
-                "memory only; leave [weights] out and register_weights in the engine"
-            )
         return ArenaLayout(self.geometry.layers, self.geometry.slots_per_rank, self.weights)
 
     def _check_range(self, name: str, low: int, high: int, limit: str) -> None:

@@ -282,6 +282,8 @@ uint64_t epc_struct_size(const char* name) {
   if (!strcmp(name, "dispatch_args")) return sizeof(epc_dispatch_args);
   if (!strcmp(name, "fault")) return sizeof(epc_fault);
   if (!strcmp(name, "counts")) return sizeof(epc_counts);
+  if (!strcmp(name, "weights")) return sizeof(epc_weights);
+  if (!strcmp(name, "copied")) return sizeof(epc_copied);
   return 0;
 }
 

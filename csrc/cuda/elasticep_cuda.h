@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-enum { EPC_ABI_VERSION = 2 };
+enum { EPC_ABI_VERSION = 3, EPC_MAX_TENSORS = 64 };
 
 /* Why a step was torn on this rank. */
 enum epc_why {
@@ -116,7 +116,7 @@ typedef struct epc_dispatch_args {
 /* Text of the last error of this thread. */
 EP_API const char* epc_last_error(void);
 EP_API uint32_t epc_abi_version(void);
-/* name: "config", "step_info", "received", "dispatch_args", "fault", "counts". 0 if unknown. */
+/* name: "config", "step_info", "received", "dispatch_args", "fault", "counts", "weights", "copied". 0 if unknown. */
 EP_API uint64_t epc_struct_size(const char* name);
 /* Devices of this host; EP_EUSAGE with the reason when there is no driver or no device. */
 EP_API int epc_device_count(uint32_t* count);
@@ -170,9 +170,25 @@ EP_API int epc_loads(epc_context* context, uint64_t* loads);
 typedef struct epc_session epc_session;
 enum epc_wait { EPC_WAIT_BEGUN = 0, EPC_WAIT_ENDED = 1 };
 
+/* The rank's arena of expert weights in host memory (elasticep.weights.ArenaLayout). Tensor t of a layer's slot lies at
+ * data_offset + layer * layer_bytes + offset[t] + slot * bytes[t]. */
+typedef struct epc_weights {
+  int32_t arena_fd;       /* for reading; stays the caller's */
+  uint32_t layers, slots, tensors;
+  uint64_t digest, total_bytes, labels_offset, data_offset, layer_bytes;
+  uint64_t offset[EPC_MAX_TENSORS], bytes[EPC_MAX_TENSORS]; /* bytes: of one expert's tensor */
+} epc_weights;
+
+/* What was copied from the arena to the GPU, and how long that took. */
+typedef struct epc_copied {
+  uint64_t slots, bytes, ns;
+} epc_copied;
+
 /* Shows the ticket, maps the rank's memory on the GPU that holds it, allocates everything that steps will use, takes both
- * of the seat's locks, and starts the threads that stage views and report their adoption. num_sms 0: the formula. */
-EP_API int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, epc_session** out);
+ * of the seat's locks, and starts the threads that stage views and report their adoption. num_sms 0: the formula. With
+ * `weights` (else NULL) the GPU also holds the tensors of that arena: before a view is staged, whatever it names is copied. */
+EP_API int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, const epc_weights* weights,
+                            epc_session** out);
 /* Waits for the device and gives everything back. */
 EP_API void epc_session_close(epc_session* session);
 /* Its context, for the calls above; epc_peer_* and epc_stage* are the session's own business. */
@@ -199,6 +215,11 @@ EP_API int epc_session_wait(epc_session* session, uint32_t what, uint64_t count,
 /* Device address of [layers][slots] int32: the expert in each of this rank's slots in the running view, -1 = empty. It stays;
  * the barrier kernel that adopts a view changes what it holds. */
 EP_API int epc_session_slot_experts(epc_session* session, void** device_pointer);
+/* Device address of the tensors, from what is data_offset in the arena on. It stays. */
+EP_API int epc_session_weights(epc_session* session, void** device_pointer);
+/* The expert that lies whole in each slot of a layer on the GPU, -1: none. */
+EP_API int epc_session_weights_held(epc_session* session, uint32_t layer, int32_t* experts);
+EP_API int epc_session_weights_copied(epc_session* session, epc_copied* out);
 
 #ifdef __cplusplus
 }

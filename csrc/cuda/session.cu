@@ -1,5 +1,6 @@
 // What an engine holds under inline launch: its seat at the daemon and the context that runs its kernels. A thread stages
-// views as the daemon sends them, also while the engine captures a graph; another tells the daemon what was adopted.
+// views as the daemon sends them, also while the engine captures a graph; another takes what the daemon says meanwhile, and a
+// third tells it what was adopted.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,6 +9,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <string>
@@ -18,6 +20,7 @@
 #include "../common/quiet.h"
 #include "../common/sys.h"
 #include "context.h"
+#include "mirror.h"
 
 using namespace epc;
 
@@ -33,6 +36,7 @@ struct epc_session {
   ep::Link link;
   ep::RobustHold engine_hold;
   std::unique_ptr<epc_context> context;
+  std::unique_ptr<WeightsMirror> weights;  // of a group whose daemons keep them
   ep_geometry geometry{};
   pid_t pid = getpid();
 
@@ -49,10 +53,13 @@ struct epc_session {
   } tables[EP_BANKS];
   std::mutex mutex;
   std::condition_variable changed;
-  std::thread reporter;
+  std::thread reporter, stager;
+  std::deque<std::unique_ptr<ep::Received>> handed;  // views that wait for the stager
+  std::condition_variable handed_changed;
+  std::atomic<u64> newest{0};     // the highest epoch that was handed over
   u64 staged = 0, staged_at = 0;  // highest epoch, and when
   u64 enter_by = 0;               // deadline of the last epc_session_enter
-  bool stop = false;
+  std::atomic<bool> stop{false};
 
   ep::Header& header() { return *context->header; }
 
@@ -67,16 +74,20 @@ struct epc_session {
     return check_fenced();
   }
 
-  int open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms);
+  int open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms, const epc_weights* from);
   int stage(u64 epoch, const std::vector<u32>& ranks, const std::vector<int>& fds);
   int take_region(u32 rank, int header_fd, int data_fd);
+  int take_weights(const ep::BankTables& view);
+  u64 view_naming(u32 layer, u32 slot, u64 but);
   void on_message(ep::Received& message);
+  void stage_in_turn();
+  void answer(const ep::Received& message);
   void report();
   void tell(u32 type, u64 a, u64 b, int status, const char* text);
   void close();
 };
 
-int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms) {
+int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms, const epc_weights* from) {
   if (!driver()) return EP_EUSAGE;
   ep::Received welcome;
   if (int bad = link.open(socket_path, EP_ROLE_ENGINE, ticket, timeout_ms, &welcome)) return bad;
@@ -94,10 +105,17 @@ int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_m
   c->config.num_sms = num_sms;
   c->config.count_loads = 1;
   if (int bad = region_device(welcome.fds[1], &c->config.device)) return bad;
+  if (from) {
+    if (from->layers != geometry.layers || from->slots != geometry.slots)
+      return ep::fail(EP_EMISMATCH, "an arena of %u layers and %u slots for a group with %u and %u", from->layers, from->slots, geometry.layers, geometry.slots);
+    weights = std::make_unique<WeightsMirror>();
+    if (int bad = weights->open(*from, link.rank, c->config.device)) return bad;
+  }
   if (int bad = c->open(welcome.fds[1], welcome.fds[0], true)) return bad;
   context = std::move(c);
   if (int bad = engine_hold.take(header().engine, link.incarnation)) return bad;
   reporter = ep::quiet_thread([this] { report(); });
+  stager = ep::quiet_thread([this] { stage_in_turn(); });
   link.start([this](ep::Received& m) { on_message(m); }, {welcome.take(0), welcome.take(1)});
   return 0;
 }
@@ -114,8 +132,33 @@ void epc_session::tell(u32 type, u64 a, u64 b, int status, const char* text) {
   link.send(m);
 }
 
+// The link goes on while a view is staged: a later one may call off what an earlier one has copied.
 void epc_session::on_message(ep::Received& message) {
   if (message.head.type != EP_MSG_STAGE) return;
+  auto kept = std::make_unique<ep::Received>();
+  kept->head = message.head;
+  kept->body.swap(message.body);
+  kept->fds.swap(message.fds);
+  if (kept->head.a > newest) newest = kept->head.a;
+  std::lock_guard<std::mutex> guard(mutex);
+  handed.push_back(std::move(kept));
+  handed_changed.notify_one();
+}
+
+void epc_session::stage_in_turn() {
+  std::unique_lock<std::mutex> lock(mutex);
+  for (;;) {
+    handed_changed.wait(lock, [this] { return stop || !handed.empty(); });
+    if (stop) return;
+    const std::unique_ptr<ep::Received> message = std::move(handed.front());
+    handed.pop_front();
+    lock.unlock();
+    answer(*message);
+    lock.lock();
+  }
+}
+
+void epc_session::answer(const ep::Received& message) {
   std::vector<u32> ranks(message.body.size() / 4);
   memcpy(ranks.data(), message.body.data(), ranks.size() * 4);
   const int status = stage(message.head.a, ranks, message.fds);
@@ -147,6 +190,7 @@ int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vect
   EPC_TRY(cudaSetDevice(int(context->config.device)));
   for (size_t i = 0; i < ranks.size(); ++i)
     if (int bad = take_region(ranks[i], fds[1 + 2 * i], fds[2 + 2 * i])) return bad;
+  if (int bad = take_weights(view)) return bad;
   if (int bad = context->stage(reinterpret_cast<const u8*>(image.data()))) return bad;
   std::lock_guard<std::mutex> guard(mutex);
   for (u32 r = 0; r < geometry.max_ranks; ++r)
@@ -154,6 +198,27 @@ int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vect
   Tables& kept = tables[epoch % EP_BANKS];
   kept.epoch = epoch;
   kept.slots.assign(view.slots, view.slots + u64(geometry.layers) * geometry.max_ranks * geometry.slots);
+  return 0;
+}
+
+// Copies the experts that this view gives the rank and that its GPU does not hold yet.
+int epc_session::take_weights(const ep::BankTables& view) {
+  if (!weights) return 0;
+  const u64 epoch = view.head->epoch, per_layer = u64(geometry.max_ranks) * geometry.slots;
+  std::vector<int> experts(u64(geometry.layers) * geometry.slots);
+  for (u32 layer = 0; layer < geometry.layers; ++layer)
+    memcpy(experts.data() + u64(layer) * geometry.slots, view.slots + layer * per_layer + u64(link.rank) * geometry.slots, geometry.slots * sizeof(int));
+  auto overtaken_by = [&] { return stop ? ~u64(0) : newest > epoch ? newest.load() : 0; };
+  auto named_by = [&](u32 layer, u32 slot) { return view_naming(layer, slot, epoch); };
+  return weights->fill({epoch, experts.data(), overtaken_by, named_by});
+}
+
+// A view that this rank runs, or may still switch to, with an expert in this slot of its own; 0: none.
+u64 epc_session::view_naming(u32 layer, u32 slot, u64 but) {
+  std::lock_guard<std::mutex> guard(mutex);
+  const u64 running = header().epoch.load();
+  for (const Tables& t : tables)
+    if (t.epoch && t.epoch >= running && t.epoch != but && t.slots[(u64(layer) * geometry.max_ranks + link.rank) * geometry.slots + slot] >= 0) return t.epoch;
   return 0;
 }
 
@@ -215,18 +280,22 @@ void epc_session::close() {
     std::lock_guard<std::mutex> guard(mutex);
     stop = true;
     changed.notify_all();
+    handed_changed.notify_all();
   }
   link.close();
+  if (stager.joinable()) stager.join();
   if (reporter.joinable()) reporter.join();
   engine_hold.release();
   context.reset();  // waits for the device, then lets go of the runner's lock
+  weights.reset();
 }
 
-int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, epc_session** out) {
+int epc_session_open(const char* socket_path, const char* ticket, uint32_t timeout_ms, uint32_t num_sms, const epc_weights* weights,
+                     epc_session** out) {
   auto s = new epc_session;
   int bad;
   try {
-    bad = s->open(socket_path, ticket, timeout_ms, num_sms);
+    bad = s->open(socket_path, ticket, timeout_ms, num_sms, weights);
   } catch (const std::exception& error) {
     bad = ep::fail(EP_ESHORT, "this process cannot have another thread or its memory (%s); look at its limits (ulimit -u, -v) and its cgroup's", error.what());
   }
@@ -351,5 +420,21 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
 
 int epc_session_slot_experts(epc_session* s, void** device_pointer) {
   *device_pointer = s->context->slot_experts;
+  return 0;
+}
+
+int epc_session_weights(epc_session* s, void** device_pointer) {
+  *device_pointer = s->weights ? s->weights->base() : nullptr;
+  return s->weights ? 0 : ep::fail(EP_EUSAGE, "this session was opened without weights");
+}
+
+int epc_session_weights_held(epc_session* s, uint32_t layer, int32_t* experts) {
+  if (!s->weights || layer >= s->geometry.layers) return ep::fail(EP_EUSAGE, "no weights of layer %u in this session", layer);
+  s->weights->held(layer, experts);
+  return 0;
+}
+
+int epc_session_weights_copied(epc_session* s, epc_copied* out) {
+  *out = s->weights ? s->weights->copied() : epc_copied{};
   return 0;
 }

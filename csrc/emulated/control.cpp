@@ -28,6 +28,15 @@ EP_API void epe_pause(uint64_t ns, void* stream) {
   epe::stream_of(static_cast<cudaStream_t>(stream)).push([ns] { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); });
 }
 
+// A function of the host in the order of the stream, for what stands for a kernel of the engine.
+EP_API void epe_call(void (*function)(), void* stream) {
+  epe::stream_of(static_cast<cudaStream_t>(stream)).push([function] { function(); });
+}
+// Copies from pinned memory wait while `shut`; how many do.
+EP_API void epe_hold_copies(int shut) { epe::hold_copies(shut != 0); }
+EP_API uint32_t epe_held_copies() { return epe::held_copies(); }
+EP_API void epe_set_free_bytes(uint64_t bytes) { epe::settings().free_bytes = bytes; }
+
 EP_API int epe_capture_begin(void* stream) { return epe::begin_capture(static_cast<cudaStream_t>(stream)); }
 EP_API int epe_capture_end(void* stream, void** graph) {
   auto g = new Graph;

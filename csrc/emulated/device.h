@@ -18,6 +18,7 @@ constexpr uint32_t kThreadsPerSm = 2048, kBlocksPerSm = 4, kSharedPerSm = 228 * 
 struct Settings {
   uint32_t devices, sms;
   std::atomic<uint64_t> seed;  // 0: threads and blocks in order; else in an order that follows from it
+  std::atomic<uint64_t> free_bytes{uint64_t(8) << 30};  // what cudaMemGetInfo says
 };
 Settings& settings();
 
@@ -80,6 +81,14 @@ cudaStream_t new_stream(bool blocking);
 cudaError_t end_stream(cudaStream_t stream);
 void wait_for_device(int device);
 int current_device();
+
+// Memory of cudaHostAlloc, and copies from it to a device, which may be held back (pinned.cpp).
+void note_pinned(const void* p, size_t bytes);
+void forget_pinned(const void* p);
+bool is_pinned(const void* p, size_t bytes);
+void pass_gate();
+void hold_copies(bool shut);
+uint32_t held_copies();  // how many streams wait with one
 
 // Whether this thread may make a call that a capture in global mode forbids; if not, the capture is spoilt.
 bool allowed_in_capture();

@@ -93,7 +93,7 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* out, cudaDeviceAttr attribute,
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaMemGetInfo(size_t* free, size_t* total) {
-  *free = *total = size_t(8) << 30;
+  *free = *total = size_t(epe::settings().free_bytes);
   return cudaSuccess;
 }
 
@@ -110,8 +110,16 @@ cudaError_t CUDARTAPI cudaFree(void* p) {
   free(p);
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t bytes, unsigned) { return cudaMalloc(out, bytes); }
-cudaError_t CUDARTAPI cudaFreeHost(void* p) { return cudaFree(p); }
+cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t bytes, unsigned) {
+  const cudaError_t bad = cudaMalloc(out, bytes);
+  if (bad == cudaSuccess) epe::note_pinned(*out, bytes);
+  return bad;
+}
+cudaError_t CUDARTAPI cudaFreeHost(void* p) {
+  const cudaError_t bad = cudaFree(p);
+  if (bad == cudaSuccess) epe::forget_pinned(p);
+  return bad;
+}
 cudaError_t CUDARTAPI cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaHostUnregister(void*) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaHostGetDevicePointer(void** out, void* p, unsigned) {
@@ -137,6 +145,13 @@ cudaError_t CUDARTAPI cudaMemsetAsync(void* p, int value, size_t bytes, cudaStre
 cudaError_t CUDARTAPI cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (kind != cudaMemcpyHostToDevice) {
     epe::stream_of(stream).push([=] { memcpy(to, from, bytes); });
+    return cudaSuccess;
+  }
+  if (epe::is_pinned(from, bytes)) {
+    epe::stream_of(stream).push([=] {
+      epe::pass_gate();
+      memcpy(to, from, bytes);
+    });
     return cudaSuccess;
   }
   auto copied = std::make_shared<std::vector<uint8_t>>(static_cast<const uint8_t*>(from), static_cast<const uint8_t*>(from) + bytes);

@@ -51,6 +51,7 @@ def attach(
         DaemonUnavailable: nobody answers behind the socket.
         UnknownGroup, UnknownRank, SeatTaken: what the daemon says of group and rank.
         GroupMismatch: the group exists with another config, or another version's memory layout.
+        MemoryShort: the GPU has too little room for the expert weights; names both numbers.
         AttachError: the rank was not ready within `timeout`.
         ConfigError: group or rank are not given, or cannot be used.
     """
@@ -82,16 +83,24 @@ def _attach_cuda(
 ) -> Session:
     from elasticep.client.cuda_handle import CudaHandle
     from elasticep.client.cuda_session import CudaSession
+    from elasticep.native.cuda_session import weights_struct
 
-    inc = answer.incarnation
-    handle = CudaHandle(answer.fd_socket, answer.ticket, left_ms, settings.rank, inc)
+    inc, layout = answer.incarnation, agreed.arena_layout()
+    arena, weights = -1, None
+    if layout is not None:
+        arena = _open_arena(answer.fd_socket, agreed, settings.rank)
+        weights = weights_struct(arena, layout)
+    try:
+        handle = CudaHandle(answer.fd_socket, answer.ticket, left_ms, settings.rank, inc, weights)
+    finally:
+        if arena >= 0:
+            os.close(arena)
     return CudaSession(
         handle,
         agreed,
         rank=settings.rank,
         incarnation=inc,
         release=lambda: _release(settings, inc),
-        open_arena=lambda: _open_arena(answer.fd_socket, agreed, settings.rank),
     )
 
 

@@ -27,6 +27,7 @@ from elasticep.native import abi, operators
 from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
+from elasticep.native.cuda_structs import Copied, Weights
 
 _WORD_S: Final = 1.0
 POLICY_SERVE: Final = 1  # EP_POLICY_SERVE
@@ -42,20 +43,30 @@ class CudaHandle:
         timeout_ms: how long to wait for the daemon's file descriptors.
         rank: the seat.
         incarnation: of the seat.
+        weights: the rank's arena, if its experts shall lie on the GPU, too.
 
     Attributes:
         device: the GPU that holds this rank's memory.
         context: the kernels' context.
 
     Raises:
+        MemoryShort: the GPU has too little room for the weights; names both numbers.
         ElasticEPError: the daemon refused the ticket, or GPU, layout or memory do not fit.
     """
 
     def __init__(
-        self, fd_socket: str, ticket: str, timeout_ms: int, rank: int, incarnation: int
+        self,
+        fd_socket: str,
+        ticket: str,
+        timeout_ms: int,
+        rank: int,
+        incarnation: int,
+        weights: Weights | None = None,
     ) -> None:
         self._api: Any = sessions.session_api()
-        self._session: int | None = sessions.open_session(fd_socket, ticket, timeout_ms)
+        self._session: int | None = sessions.open_session(
+            fd_socket, ticket, timeout_ms, weights=weights
+        )
         self.context = sessions.context_of(self._session, rank, incarnation)
         self.device = torch.device("cuda", self.context.config.device)
         self._begun = False  # a barrier is on the stream without its step's end
@@ -201,6 +212,27 @@ class CudaHandle:
         code = self._api.epc_session_slot_experts(self._session, ctypes.byref(out))
         self._check(code, "slot table")
         return out.value or 0
+
+    def weights(self) -> int:
+        """Device address of the expert weights: what is at `data_offset` in the arena."""
+        out = ctypes.c_void_p()
+        code = self._api.epc_session_weights(self._session, ctypes.byref(out))
+        self._check(code, "expert weights")
+        return out.value or 0
+
+    def weights_held(self, layer: int, slots: int) -> list[int]:
+        """The expert that lies whole in each slot of a layer on the GPU, -1: none."""
+        held = (ctypes.c_int32 * slots)()
+        code = self._api.epc_session_weights_held(self._session, layer, ctypes.addressof(held))
+        self._check(code, "expert weights")
+        return list(held)
+
+    def weights_copied(self) -> Copied:
+        """What was copied from the arena to the GPU so far."""
+        out = Copied()
+        code = self._api.epc_session_weights_copied(self._session, ctypes.byref(out))
+        self._check(code, "expert weights")
+        return out
 
     def loads(self, shape: tuple[int, int]) -> NDArray[np.uint64]:
         """Tokens per layer and expert since the start; waits for the device."""

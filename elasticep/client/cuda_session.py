@@ -16,6 +16,7 @@ import torch
 
 from elasticep.client.cuda_handle import CudaHandle
 from elasticep.client.cuda_received import over
+from elasticep.client.cuda_weights import DeviceWeights
 from elasticep.client.handle import SessionHandle
 from elasticep.client.session import Session
 from elasticep.client.step import Passed, Step
@@ -32,11 +33,10 @@ from elasticep.group import GroupConfig
 from elasticep.native import abi
 from elasticep.native.cuda import StepResult, StepStatus, Why
 from elasticep.native.cuda_session import Wait
+from elasticep.native.cuda_structs import Copied
 
 if TYPE_CHECKING:
     from torch.cuda import CUDAGraph
-
-    from elasticep.client.arena import OpenArena
 
 DOOMED_PAUSE_MS: Final = 2
 """Before the next barrier while a member of the view is dead; a newly staged view ends it."""
@@ -144,7 +144,6 @@ class CudaSession(Session):
         rank: int,
         incarnation: int,
         release: Callable[[], None] = lambda: None,
-        open_arena: "OpenArena | None" = None,
     ) -> None:
         super().__init__(
             cast(SessionHandle, handle),
@@ -152,7 +151,6 @@ class CudaSession(Session):
             rank=rank,
             incarnation=incarnation,
             release=release,
-            open_arena=open_arena,
         )
         self._cuda = handle
         self.device = handle.device
@@ -160,6 +158,8 @@ class CudaSession(Session):
         shape = (geometry.layers, geometry.slots_per_rank)
         self.slot_table = over(handle.slot_experts(), shape, torch.int32, handle.device)
         self.serves = handle.serves_lost()
+        arena = config.arena_layout()
+        self._on_device = None if arena is None else DeviceWeights(handle, arena, rank)
         self._placed = 0  # steps put on streams, replays included
         self._latest: CudaStep | None = None
         self._epoch = 0  # of the last step that the host asked about
@@ -262,6 +262,40 @@ class CudaSession(Session):
                 return step
             if on_torn is not None:
                 on_torn(step)
+
+    # ---- weights
+
+    def weights(self, layer: int) -> Any:
+        """The expert weights of `layer`, on this rank's GPU.
+
+        In a group with `weights`: a mapping from each tensor's name to a tensor `[S, *shape]`, at
+        one address and the same objects for the whole life of the session, also before the first
+        step and in a capture. Which expert a slot holds is what `slot_table` says while kernels
+        run. In an eager step it is also checked that the slots hold what the step's view names,
+        for which the step's barrier is waited for. They are for reading only; what lies in an
+        empty slot is undefined. Else: what the engine's callback gave, after the barrier.
+
+        Raises:
+            UsageError: the engine keeps its own weights and there was no step yet, or no callback.
+            SlotInvalid: a slot does not hold what the view of this step says.
+        """
+        if self._on_device is None:
+            return super().weights(layer)
+        self._check_usable()
+        self._check_layer(layer)
+        step = self._step
+        if isinstance(step, CudaStep) and not step.captured:
+            step._passed()
+            if step._runs:
+                self._on_device.require(layer, self.slots(layer))
+        return self._on_device.get(layer)
+
+    @property
+    def weights_copied(self) -> Copied:
+        """What came from the daemon's arena to the GPU so far: `slots`, `bytes`, and in how many
+        nanoseconds, `ns`."""
+        self._check_usable()
+        return self._cuda.weights_copied()
 
     # ---- what the GPU says
 

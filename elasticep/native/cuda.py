@@ -59,7 +59,7 @@ __all__ = [
     "region_bytes",
 ]
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 
 
 _SIZED: Final[dict[str, type[Structure]]] = {

@@ -6,15 +6,18 @@ import functools
 from ctypes import POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from typing import Any, Final
 
+from elasticep import errors
 from elasticep.native import abi
 from elasticep.native.cuda import ContextConfig, CudaContext, api
 from elasticep.native.cuda import check as check_context
+from elasticep.native.cuda_structs import Copied, Weights
+from elasticep.weights import ArenaLayout
 
 _SESSION: Final = c_void_p
 PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epc_session_open": (
         c_int,
-        (c_char_p, c_char_p, c_uint32, c_uint32, POINTER(c_void_p)),
+        (c_char_p, c_char_p, c_uint32, c_uint32, POINTER(Weights), POINTER(c_void_p)),
     ),
     "epc_session_close": (None, (_SESSION,)),
     "epc_session_context": (c_void_p, (_SESSION,)),
@@ -27,6 +30,9 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epc_session_step_begin": (c_int, (_SESSION, c_uint32, c_uint32, c_void_p)),
     "epc_session_wait": (c_int, (_SESSION, c_uint32, c_uint64, c_void_p)),
     "epc_session_slot_experts": (c_int, (_SESSION, POINTER(c_void_p))),
+    "epc_session_weights": (c_int, (_SESSION, POINTER(c_void_p))),
+    "epc_session_weights_held": (c_int, (_SESSION, c_uint32, c_void_p)),
+    "epc_session_weights_copied": (c_int, (_SESSION, POINTER(Copied))),
     "epc_session_geometry": (c_int, (_SESSION, POINTER(abi.Geometry), POINTER(c_uint32))),
 }
 
@@ -50,10 +56,41 @@ def session_api() -> Any:
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
+    for kind, structure in (("weights", Weights), ("copied", Copied)):
+        if library.epc_struct_size(kind.encode()) != ctypes.sizeof(structure):
+            raise errors.NativeError(
+                f"struct epc_{kind} has another size in the CUDA library than in this package; "
+                "build it again with `make build`"
+            )
     return library
 
 
-def open_session(fd_socket: str, ticket: str, timeout_ms: int, num_sms: int = 0) -> int:
+def weights_struct(arena_fd: int, layout: ArenaLayout) -> Weights:
+    """What a session has to know of a rank's arena; the descriptor stays the caller's."""
+    tensors = layout.spec.tensors
+    weights = Weights(
+        arena_fd=arena_fd,
+        layers=layout.layers,
+        slots=layout.slots,
+        tensors=len(tensors),
+        digest=layout.digest(),
+        total_bytes=layout.total_bytes,
+        labels_offset=layout.labels_offset,
+        data_offset=layout.data_offset,
+        layer_bytes=layout.layer_bytes,
+    )
+    for index, tensor in enumerate(tensors):
+        weights.offset[index], weights.bytes[index] = layout.tensor_offsets[index], tensor.nbytes
+    return weights
+
+
+def open_session(
+    fd_socket: str,
+    ticket: str,
+    timeout_ms: int,
+    num_sms: int = 0,
+    weights: Weights | None = None,
+) -> int:
     """Take the seat that a ticket stands for; the address of an `epc_session`.
 
     Args:
@@ -61,13 +98,15 @@ def open_session(fd_socket: str, ticket: str, timeout_ms: int, num_sms: int = 0)
         ticket: what Attach answered.
         timeout_ms: how long to wait for the daemon's descriptors.
         num_sms: SMs that a kernel may take; 0 means the formula.
+        weights: the rank's arena, whose experts shall lie on the GPU, too; see `weights_struct`.
 
     Raises:
+        MemoryShort: the GPU has too little room for the weights; names both numbers.
         ElasticEPError: the daemon refused the ticket, or GPU, layout or memory do not fit.
     """
     out = c_void_p()
     code = session_api().epc_session_open(
-        fd_socket.encode(), ticket.encode(), timeout_ms, num_sms, ctypes.byref(out)
+        fd_socket.encode(), ticket.encode(), timeout_ms, num_sms, weights, ctypes.byref(out)
     )
     check_context(code, "attach")
     return out.value or 0

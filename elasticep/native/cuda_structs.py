@@ -1,9 +1,12 @@
 """Enums and structures of `csrc/cuda/elasticep_cuda.h`, in its order, for ctypes."""
 
 import enum
-from ctypes import Structure, c_float, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_uint32, c_uint64, c_void_p
 
 from elasticep.native import abi
+
+MAX_TENSORS = 64
+"""`EPC_MAX_TENSORS`: of an expert."""
 
 
 class Why(enum.IntEnum):
@@ -163,3 +166,27 @@ class DispatchArgs(Structure):
         ("global_scale", c_float),
         ("pad", c_uint32),
     )
+
+
+class Weights(Structure):
+    """`epc_weights`: the rank's arena of expert weights in host memory."""
+
+    _fields_ = (
+        ("arena_fd", c_int32),
+        ("layers", c_uint32),
+        ("slots", c_uint32),
+        ("tensors", c_uint32),
+        ("digest", c_uint64),
+        ("total_bytes", c_uint64),
+        ("labels_offset", c_uint64),
+        ("data_offset", c_uint64),
+        ("layer_bytes", c_uint64),
+        ("offset", c_uint64 * MAX_TENSORS),
+        ("bytes", c_uint64 * MAX_TENSORS),
+    )
+
+
+class Copied(Structure):
+    """`epc_copied`: what was copied from the arena to the GPU, and how long that took."""
+
+    _fields_ = (("slots", c_uint64), ("bytes", c_uint64), ("ns", c_uint64))

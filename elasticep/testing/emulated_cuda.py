@@ -9,7 +9,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from ctypes import POINTER, c_int, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -19,6 +19,7 @@ from elasticep.native import library
 
 NAME: Final = "libelasticep_cuda_emulated.so"
 VARIABLE: Final = "ELASTICEP_CUDA_LIBRARY"
+CALL: Final = CFUNCTYPE(None)
 PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_set_seed": (None, (c_uint64,)),
     "epe_set_device": (c_int, (c_int,)),
@@ -28,6 +29,10 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_synchronize": (c_int, ()),
     "epe_copy": (c_int, (c_void_p, c_void_p, c_uint64, c_void_p)),
     "epe_pause": (None, (c_uint64, c_void_p)),
+    "epe_call": (None, (CALL, c_void_p)),
+    "epe_hold_copies": (None, (c_int,)),
+    "epe_held_copies": (c_uint32, ()),
+    "epe_set_free_bytes": (None, (c_uint64,)),
     "epe_capture_begin": (c_int, (c_void_p,)),
     "epe_capture_end": (c_int, (c_void_p, POINTER(c_void_p))),
     "epe_graph_launch": (None, (c_void_p, c_void_p)),
@@ -100,6 +105,21 @@ class Stream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def hold_copies(shut: bool) -> None:
+    """Let copies from pinned host memory to a GPU wait, or go on."""
+    api().epe_hold_copies(int(shut))
+
+
+def held_copies() -> int:
+    """How many streams wait with such a copy."""
+    return int(api().epe_held_copies())
+
+
+def set_free_bytes(count: int) -> None:
+    """The memory that every GPU says it has free."""
+    api().epe_set_free_bytes(count)
 
 
 def synchronize() -> None:

@@ -236,8 +236,12 @@ def test_a_group_that_could_not_hold_its_weights_is_refused() -> None:
     large = WeightSpec((TensorSpec("w1", WeightDtype.FP32, (1 << 17, 1 << 17)),))
     with pytest.raises(ConfigError, match=r"2 layers x 400 slots.*lower geometry.slots_per_rank"):
         group(large, slots=400)
-    with pytest.raises(ConfigError, match="device = 'cuda' and weights"):
-        group(FP8, device=Device.CUDA, launch=Launch.INLINE)
+
+
+def test_a_group_on_gpus_has_the_same_arena() -> None:
+    on_gpus = group(FP8, device=Device.CUDA, launch=Launch.INLINE)
+    assert on_gpus.arena_layout() == group(FP8).arena_layout()
+    assert GroupConfig.from_proto(on_gpus.to_proto()) == on_gpus
 
 
 def test_a_message_with_weights_that_cannot_be_is_refused() -> None:

@@ -1,0 +1,44 @@
+"""Expert weights on an emulated GPU: what is copied from the arena, when, and what is not."""
+
+import pytest
+
+from tests.emulated.stand import run
+
+SCENES = "tests.emulated.scenes_weights"
+EXPERTS, LAYERS = 12, 2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_a_view_names_is_on_the_gpu_before_it_is_staged_and_nothing_is_copied_twice(
+    seed: int,
+) -> None:
+    copied = [LAYERS * n for n in (EXPERTS, EXPERTS + 2, EXPERTS + 2, EXPERTS + 3)]
+    assert run(f"{SCENES}:views", seed=seed) == [[n, n] for n in copied]
+
+
+def test_a_label_that_changes_during_a_copy_is_found() -> None:
+    assert "layer 0 slot 12 of rank 0 holds expert 9, not expert 3" in run(
+        f"{SCENES}:changing_labels"
+    )
+
+
+def test_the_copies_of_a_view_that_is_overtaken_are_called_off() -> None:
+    said, copied = run(f"{SCENES}:overtaken")
+    assert "view 2 is overtaken by view 3" in said
+    assert copied == 0
+
+
+def test_a_slot_that_a_running_view_names_is_not_overwritten() -> None:
+    assert "layer 0 slot 5 of rank 0 is used by view 1" in run(f"{SCENES}:in_use")
+
+
+def test_a_view_whose_weights_are_not_in_the_arena_is_not_staged() -> None:
+    empty, filling = run(f"{SCENES}:missing")
+    assert "layer 0 slot 12 of rank 0 is empty, not expert 3" in empty
+    assert "layer 0 slot 12 of rank 0 is being filled with expert 3" in filling
+
+
+def test_too_little_memory_is_refused_before_anything_is_attached() -> None:
+    said, engine, wanted = run(f"{SCENES}:too_little_memory")
+    assert f"need {wanted} bytes and device 0 has {wanted - 1} free" in said
+    assert engine == 0
