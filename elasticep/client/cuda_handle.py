@@ -213,7 +213,7 @@ class CudaHandle:
         self._check(code, "slot table")
         return out.value or 0
 
-    def weights(self) -> int:
+    def weights_address(self) -> int:
         """Device address of the expert weights: what is at `data_offset` in the arena."""
         out = ctypes.c_void_p()
         code = self._api.epc_session_weights(self._session, ctypes.byref(out))

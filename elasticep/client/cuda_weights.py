@@ -24,7 +24,7 @@ class WeightsHandle(Protocol):
     def device(self) -> torch.device:
         """The GPU."""
 
-    def weights(self) -> int:
+    def weights_address(self) -> int:
         """Device address of the first layer's tensors."""
 
     def weights_held(self, layer: int, slots: int) -> list[int]:
@@ -47,7 +47,7 @@ class DeviceWeights:
         self._layers = tuple(self._tensors(layout, layer) for layer in range(layout.layers))
 
     def _tensors(self, layout: ArenaLayout, layer: int) -> LayerWeights:
-        begin = self._handle.weights() - layout.data_offset
+        begin = self._handle.weights_address() - layout.data_offset
         found: Mapping[str, torch.Tensor] = {
             spec.name: over(
                 begin + layout.tensor_offset(layer, index),

@@ -54,6 +54,8 @@ class Handle:
         self.closed = False
         self.fault, self.torn, self.work, self.settled = Why.NONE, 0, 0, 0
         self.serves = False
+        self.mirror = torch.zeros(1 << 16, dtype=torch.uint8)
+        self.held = list(range(SLOTS))
 
     def _received(self, number: int, channel: int) -> Any:
         return SimpleNamespace(
@@ -164,6 +166,13 @@ class Handle:
             table[:, 0, 3] = -1
         return table
 
+    def weights_address(self) -> int:
+        return int(self.mirror.data_ptr())
+
+    def weights_held(self, layer: int, slots: int) -> list[int]:
+        self.calls.append(f"held {layer}")
+        return self.held[:slots]
+
     def use_sms(self, count: int) -> None:
         self.sms = count
 
@@ -185,10 +194,10 @@ class Handle:
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors over device memory be over the host's, and no stream be captured."""
-    from elasticep.client import cuda_received, cuda_session
+    from elasticep.client import cuda_received, cuda_session, cuda_weights
 
-    monkeypatch.setattr(cuda_received, "over", over)
-    monkeypatch.setattr(cuda_session, "over", over)
+    for module in (cuda_received, cuda_session, cuda_weights):
+        monkeypatch.setattr(module, "over", over)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
