@@ -25,17 +25,20 @@ class Failed(AssertionError):
 class Engine:
     """One engine process; orders go in, events and results come out."""
 
-    def __init__(self, rank: int, socket: str, log: Path) -> None:
+    def __init__(
+        self, rank: int, socket: str, log: Path, module: str, environment: dict[str, str]
+    ) -> None:
         self.rank, self.socket = rank, socket
         self.events: list[dict[str, Any]] = []
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.client_engine"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env={**os.environ, **environment},
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -110,17 +113,34 @@ class Cluster:
     Args:
         config: the group's file as a dictionary.
         nodes: daemons; ranks are split evenly among them, and take the GPUs in turn.
+        gpus: how many; None: what there is, at most two.
+        engine: the module that engines run.
+        flags: further flags of every daemon.
+        environment: further variables of daemons and engines.
+        attaching: further arguments of the order "attach".
     """
 
-    def __init__(self, config: dict[str, Any], nodes: int = 1) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        nodes: int = 1,
+        *,
+        gpus: int | None = None,
+        engine: str = "tests.gpu.client_engine",
+        flags: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        attaching: dict[str, Any] | None = None,
+    ) -> None:
         self.config = config
+        self._engine, self._environment = engine, environment or {}
+        self._attaching = attaching or {}
         self.ranks = config["geometry"]["max_ranks"]
         self.folder = Path(tempfile.mkdtemp(prefix="eep-"))
         self._log = Path(os.environ.get("ELASTICEP_GPU_LOGS") or self.folder)
         self._log.mkdir(exist_ok=True)
         self.engines: list[Engine] = []
         self._spares: list[Engine] = []
-        address = f"unix://{self.folder}/c.sock"
+        self.controllers = address = f"unix://{self.folder}/c.sock"
         self._controller_log = self._log / f"{self.folder.name}-controller.log"
         with self._controller_log.open("ab") as log:
             self._controller = subprocess.Popen(
@@ -131,7 +151,8 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
-        gpus = min(2, device_count(), int(os.environ.get("ELASTICEP_GPUS", "2")))
+        if gpus is None:
+            gpus = min(2, device_count(), int(os.environ.get("ELASTICEP_GPUS", "2")))
         per = -(-self.ranks // nodes)
         self.daemons = []
         for node in range(nodes):
@@ -139,8 +160,9 @@ class Cluster:
             seats = f"{config['name']}:{node * per}-{last}"
             devices = ",".join(str(rank % gpus) for rank in range(node * per, last + 1))
             daemon = DaemonProcess(
-                self.folder / f"n{node}", f"n{node}", [address], seats, "--devices", devices
+                self.folder / f"n{node}", f"n{node}", [address], seats, "--devices", devices, *flags
             )
+            daemon.environment.update(self._environment)
             daemon.log_path = self._log / f"{self.folder.name}-n{node}.log"
             self.daemons.append(daemon)
         self._per = per
@@ -161,7 +183,7 @@ class Cluster:
         """A new process that has not attached yet."""
         daemon = self.daemons[rank // self._per]
         log = self._log / f"{self.folder.name}-engine{rank}.log"
-        engine = Engine(rank, daemon.grpc_socket, log)
+        engine = Engine(rank, daemon.grpc_socket, log, self._engine, self._environment)
         self.engines.append(engine)
         return engine
 
@@ -180,7 +202,8 @@ class Cluster:
         """Engines that hold these ranks."""
         engines = [self._take(rank) for rank in ranks]
         for engine in engines:
-            engine.order("attach", config=self.config, rank=engine.rank, socket=engine.socket)
+            where = {"rank": engine.rank, "socket": engine.socket, **self._attaching}
+            engine.order("attach", config=self.config, **where)
         for engine in engines:
             engine.result()
         return engines

@@ -1,0 +1,72 @@
+"""Lets sessions of the client run on an emulated GPU, in a process that has loaded one.
+
+Tensors are CPU tensors there (`elasticep.bench.device_streams`). What stands for a kernel of the
+engine is a function that the stream calls in its turn, also in replays of a graph.
+"""
+
+import contextlib
+import ctypes
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from elasticep.bench import device_streams
+from elasticep.client import cuda_handle, cuda_received, cuda_session, cuda_weights
+from elasticep.testing import emulated_cuda
+
+failures: list[str] = []
+_kept: list[Any] = []
+_capturing = [False]
+
+
+def over(address: int | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
+    """A tensor over memory of the emulated GPU."""
+    size = int(torch.Size(shape).numel()) * dtype.itemsize
+    if not address or not size:
+        return torch.empty(shape if not size else (0,), dtype=dtype)
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def install() -> None:
+    """Once, before the first session."""
+    for module in (cuda_received, cuda_session, cuda_weights):
+        module.over = over  # type: ignore[attr-defined]
+    begin = cuda_handle.CudaHandle.__init__
+
+    def on_host(self: Any, *arguments: Any) -> None:
+        begin(self, *arguments)
+        emulated_cuda.set_device(self.device.index)
+        self.device = torch.device("cpu")
+
+    cuda_handle.CudaHandle.__init__ = on_host  # type: ignore[method-assign]
+    stream = property(lambda self: device_streams.current_stream().cuda_stream)
+    cuda_handle.CudaHandle.stream = stream  # type: ignore[assignment,method-assign]
+    torch.cuda.is_current_stream_capturing = lambda: _capturing[0]
+
+
+@contextlib.contextmanager
+def capture(graph: device_streams.Graph) -> Iterator[None]:
+    """What is put on the current stream goes into the graph."""
+    with graph.capture():
+        _capturing[0] = True
+        try:
+            yield
+        finally:
+            _capturing[0] = False
+
+
+def kernel(function: Callable[[], None]) -> None:
+    """Call it when the current stream comes to it; errors go to `failures`."""
+
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            failures.append(traceback.format_exc())
+
+    made = emulated_cuda.CALL(call)
+    _kept.append(made)
+    emulated_cuda.api().epe_call(made, device_streams.current_stream().cuda_stream)
