@@ -52,6 +52,8 @@ def _fake_dispatch(
     exchange: int,
     channel: int,
     layer: int,
+    global_scale: float = 1.0,
+    sources: torch.Tensor | None = None,
 ) -> None:
     torch._check(x.dim() == 2 and topk_ids.dim() == 2)
     torch._check(topk_ids.shape == topk_weights.shape and topk_ids.shape[0] == x.shape[0])

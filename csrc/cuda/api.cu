@@ -393,6 +393,16 @@ int epc_received_of(epc_context* c, uint32_t exchange, uint32_t channel, epc_rec
   return 0;
 }
 
+int epc_count_slots(epc_context* c, uint32_t exchange, uint32_t channel, int32_t* counts, void* stream) {
+  Exchange* x = nullptr;
+  if (int bad = find(c, exchange, channel, &x)) return bad;
+  const Domain& d = c->domain;
+  const auto ids = reinterpret_cast<const int*>(d.region(d.me) + x->at.recv_ids);
+  const SlotCountArgs a{ids, counts, x->at.sources * x->at.source_rows * d.topk, d.slots};
+  EPC_TRY(launch_count_slots(a, sm_budget(*c), static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+
 int epc_wait_counts(epc_context* c, uint32_t exchange, uint32_t channel, epc_counts* out) {
   Exchange* x = nullptr;
   if (int bad = find(c, exchange, channel, &x)) return bad;

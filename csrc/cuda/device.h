@@ -170,6 +170,14 @@ struct FusedCombineArgs {
   ExpandArgs expand;
 };
 
+// Rows per slot, counted when an engine asks (counts.cu).
+struct SlotCountArgs {
+  const int* ids;  // [entries] slot or -1
+  int* counts;     // [slots]
+  u64 entries;
+  u32 slots;
+};
+
 // A pinned word per exchange and channel: what the host waits for with cpu_sync.
 struct CountArgs {
   Domain domain;

@@ -149,6 +149,9 @@ EP_API int epc_combine_send(epc_context* context, uint32_t exchange, uint32_t ch
 EP_API int epc_combine_recv(epc_context* context, uint32_t exchange, uint32_t channel, uint32_t tokens, void* out, uint32_t out_dtype,
                             void* stream);
 EP_API int epc_received_of(epc_context* context, uint32_t exchange, uint32_t channel, epc_received* out);
+/* Puts on the stream: counts [slots], device memory, becomes how many rows the last dispatch brought to each slot, as its ids
+ * say. For layouts whose kernels do not count (epc_received.slot_counts); may be captured. */
+EP_API int epc_count_slots(epc_context* context, uint32_t exchange, uint32_t channel, int32_t* counts, void* stream);
 /* Waits on the host for the exact count of the last dispatch of an exchange with cpu_sync; its kernels end by arrival or
  * because the step is torn (out->torn). EP_EUSAGE: the exchange has no cpu_sync, nothing was dispatched, or the stream of
  * the dispatch is being captured. */

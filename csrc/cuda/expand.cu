@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
 
 cudaError_t load_expand() {
   return first_of({load(place_kernel), load(count_runs_kernel), load(place_share_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>),
-                   load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel)});
+                   load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel), load_count_slots()});
 }
 
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {

@@ -40,6 +40,9 @@ cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 // fp8 outputs of rows that are not summed here, and the exact count for the host.
 cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_count(const CountArgs& a, cudaStream_t stream);
+// Rows per slot where no kernel of an exchange counts them (counts.cu).
+cudaError_t load_count_slots();
+cudaError_t launch_count_slots(const SlotCountArgs& a, u32 grid, cudaStream_t stream);
 // Input that every rank has (replicated.cu).
 cudaError_t load_replicated();
 cudaError_t launch_replicated(const DispatchArgs& a, u32 grid, bool early, cudaStream_t stream);

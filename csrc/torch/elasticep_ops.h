@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-enum { EPT_ABI_VERSION = 1, EPT_NAME = 64, EPT_TEXT = 512 };
+enum { EPT_ABI_VERSION = 2, EPT_NAME = 64, EPT_TEXT = 512 };
 enum ept_plane { EPT_CPU = 1, EPT_CUDA = 2 };
 
 typedef struct ept_cpu_calls {
@@ -35,7 +35,7 @@ typedef struct ept_exchange {
   uint32_t* sms;     /* CUDA: how many SMs the context was told last; shared with whoever else tells it */
   uint32_t plane;
   int32_t device; /* index of the GPU, -1: tensors are on the CPU */
-  uint32_t number, channels, layers, max_tokens, topk, hidden, slots, num_sms;
+  uint32_t number, channels, layers, ranks, max_tokens, topk, hidden, slots, num_sms;
   uint32_t wire;        /* ep_dtype of rows on the wire */
   uint32_t block;       /* elements per scale, 0: rows are not quantised */
   uint32_t float_scale; /* 1: scales are fp32, 0: bytes */

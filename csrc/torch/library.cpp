@@ -139,7 +139,8 @@ void copy_scales(Target& t, const Tensor& given, const ept::Landing& l) {
 void exchange_dispatch(const Tensor& rows, const std::optional<Tensor>& scales, const Tensor& ids, const Tensor& weights, const Tensor& counts,
                        const std::optional<Tensor>& offsets, const std::optional<Tensor>& places, const std::optional<Tensor>& row_slots,
                        const Tensor& lost, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
-                       const std::optional<Tensor>& x_scales, int64_t exchange, int64_t channel, int64_t layer) {
+                       const std::optional<Tensor>& x_scales, int64_t exchange, int64_t channel, int64_t layer, double global_scale,
+                       const std::optional<Tensor>& sources) {
   const auto target = ept::find(exchange);
   Target& t = *target;
   const ept_exchange& spec = t.spec;
@@ -154,6 +155,7 @@ void exchange_dispatch(const Tensor& rows, const std::optional<Tensor>& scales, 
   check_dtype(t, {"topk_weights", topk_weights}, topk_weights.scalar_type() == ScalarType::Float, "float32");
   check_memory(t, {"topk_ids", topk_ids}, {tokens, spec.topk});
   check_memory(t, {"topk_weights", topk_weights}, {tokens, spec.topk});
+  if (!(global_scale > 0)) wrong(t, "global_scale", "value " + std::to_string(global_scale), "one above 0");
   check_dtype(t, {"lost", lost}, lost.scalar_type() == ScalarType::Byte, "uint8");
   check_memory(t, {"lost", lost}, {spec.max_tokens});
   if (tokens > int64_t(spec.max_tokens))
@@ -161,7 +163,7 @@ void exchange_dispatch(const Tensor& rows, const std::optional<Tensor>& scales, 
                                 " per rank; split the batch, or create the group with a larger max_tokens");
   run(t, t.plane->dispatch({uint32_t(channel), uint32_t(layer), uint32_t(tokens), x_dtype, id == ScalarType::Long ? 8u : 4u, x.data_ptr(),
                             x_scales ? x_scales->data_ptr() : nullptr, topk_ids.data_ptr(), static_cast<const float*>(topk_weights.data_ptr()),
-                            tokens ? static_cast<uint8_t*>(lost.data_ptr()) : nullptr},
+                            tokens ? static_cast<uint8_t*>(lost.data_ptr()) : nullptr, float(global_scale)},
                            c));
   c.tokens = uint32_t(tokens);
   c.open = true;
@@ -176,6 +178,7 @@ void exchange_dispatch(const Tensor& rows, const std::optional<Tensor>& scales, 
   copy_out(t, "offsets", offsets, l.offsets, uint64_t(spec.slots + 1) * 4);
   copy_out(t, "places", places, l.places, pairs);
   copy_out(t, "row_slots", row_slots, l.row_slots, l.row_count * 4);
+  copy_out(t, "sources", sources, l.sources, spec.ranks * ept::kSourceBytes);
 }
 
 // `rows` are given up by it: it is there for the compiler, which must not read them afterwards.
@@ -203,7 +206,7 @@ STABLE_TORCH_LIBRARY(elasticep, m) {
   m.def(
       "exchange_dispatch(Tensor(a!) rows, Tensor(b!)? scales, Tensor(c!) ids, Tensor(d!) weights, Tensor(e!) counts, Tensor(f!)? offsets, "
       "Tensor(g!)? places, Tensor(h!)? row_slots, Tensor(i!) lost, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scales, "
-      "int exchange, int channel, int layer) -> ()");
+      "int exchange, int channel, int layer, float global_scale=1.0, Tensor(j!)? sources=None) -> ()");
   m.def("exchange_combine(Tensor(a!) out, Tensor(b!) rows, Tensor y, int exchange, int channel, int layer) -> ()");
 }
 

@@ -36,17 +36,27 @@ int again(Call&& call) {
   return status;
 }
 
+struct Source {
+  uint64_t tag;
+  uint32_t tokens, layer;
+  float global_scale;
+  uint32_t pad[11];
+};
+static_assert(sizeof(Source) == kSourceBytes, "as GPUs have it in their regions");
+
 class Cpu final : public Plane {
  public:
   explicit Cpu(const ept_exchange& spec)
-      : session_(static_cast<ep_session*>(spec.rank)), number_(spec.number), calls_(*static_cast<const ept_cpu_calls*>(spec.calls)) {}
+      : session_(static_cast<ep_session*>(spec.rank)), number_(spec.number), calls_(*static_cast<const ept_cpu_calls*>(spec.calls)), sources_(spec.ranks) {}
 
   int dispatch(const Input& in, Channel& channel) override {
-    const ep_rows rows{in.x, in.scales, in.x_dtype, 1.0f};
+    const ep_rows rows{in.x, in.scales, in.x_dtype, in.global_scale};
     if (int bad = calls_.send(session_, number_, in.channel, in.layer, &rows, in.ids, in.ids_bytes, in.weights, in.tokens)) return bad;
     // Handlers of signals cannot run inside an operator: they wait until it has ended.
     if (int bad = again([&] { return calls_.receive(session_, number_, in.channel, &received_, in.lost); })) return bad;
     channel.landing = landing_of(received_);
+    for (size_t r = 0; r < sources_.size(); ++r) sources_[r] = {0, received_.tokens[r], in.layer, received_.global_scale[r], {}};
+    channel.landing.sources = sources_.data();
     return 0;
   }
 
@@ -61,6 +71,7 @@ class Cpu final : public Plane {
   uint32_t number_;
   ept_cpu_calls calls_;
   ep_received received_{};
+  std::vector<Source> sources_;
 };
 
 class Cuda final : public Plane {
@@ -76,6 +87,7 @@ class Cuda final : public Plane {
       epc_received received{};
       *code = calls_.received_of(context_, number_, c, &received);
       channels[c].landing = landing_of(received);
+      channels[c].landing.sources = const_cast<void*>(received.arrivals);
     }
   }
 
@@ -93,7 +105,7 @@ class Cuda final : public Plane {
     args.ids = in.ids;
     args.weights = in.weights;
     args.lost = in.lost;
-    args.global_scale = 1.0f;
+    args.global_scale = in.global_scale;
     void* on = nullptr;
     if (int bad = stream(&on)) return bad;
     return calls_.dispatch(context_, &args, on);

@@ -9,10 +9,13 @@
 
 namespace ept {
 
+// What a region has of each source's dispatch (ep::Arrival): tokens, layer and global scale from byte 8 on.
+constexpr uint64_t kSourceBytes = 64;
+
 // Where a dispatch delivers to, on either plane.
 struct Landing {
   void *rows = nullptr, *scales = nullptr, *ids = nullptr, *weights = nullptr, *counts = nullptr, *offsets = nullptr, *places = nullptr,
-       *row_slots = nullptr, *out = nullptr;
+       *row_slots = nullptr, *out = nullptr, *sources = nullptr;  // sources: [ranks] of kSourceBytes
   uint64_t row_count = 0, id_rows = 0, scale_lead = 0, scale_columns = 0;
 };
 
@@ -21,6 +24,7 @@ struct Input {
   const void *x, *scales, *ids;
   const float* weights;
   uint8_t* lost;
+  float global_scale;
 };
 
 struct Channel {

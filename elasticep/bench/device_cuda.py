@@ -1,14 +1,14 @@
 """Torch tensors over the CUDA data plane, for tests and benchmarks."""
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from elasticep.bench.device_streams import EMULATED, device_of
+from elasticep.bench.device_streams import device_of
 from elasticep.native import abi
 from elasticep.native import cuda as native
+from elasticep.native.tensors import over
 
 TORCH_DTYPES: Final[dict[abi.Dtype, torch.dtype]] = {
     abi.Dtype.FP32: torch.float32,
@@ -18,30 +18,6 @@ TORCH_DTYPES: Final[dict[abi.Dtype, torch.dtype]] = {
     abi.Dtype.MXFP8: torch.float8_e4m3fn,
     abi.Dtype.NVFP4: torch.uint8,
 }
-
-
-class _Array:
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def over(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
-    """A tensor over device memory that somebody else owns."""
-    count = dtype.itemsize
-    for n in shape:
-        count *= n
-    if count == 0:
-        return torch.empty(shape, dtype=dtype, device=device_of(device))
-    if EMULATED:
-        flat = torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
-    else:
-        flat = torch.as_tensor(_Array(address, count), device=device_of(device))
-    return flat.view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +49,7 @@ class Arrived:
 
 def arrived(context: native.CudaContext, exchange: int, channel: int = 0) -> Arrived:
     """The fixed tensors of one channel of an exchange."""
-    g, device = context.geometry, context.config.device
+    g, device = context.geometry, device_of(context.config.device)
     raw: Any = context.received(exchange, channel)
     config = g.exchange[exchange]
     dtype = TORCH_DTYPES[abi.Dtype(config.dispatch_dtype)]
@@ -105,7 +81,7 @@ def arrived(context: native.CudaContext, exchange: int, channel: int = 0) -> Arr
     )
 
 
-def _scales(raw: Any, config: Any, slots: int, device: int) -> torch.Tensor:
+def _scales(raw: Any, config: Any, slots: int, device: torch.device) -> torch.Tensor:
     """[rows, scale_bytes] uint8; other scale layouts [blocks, columns, lead] int32, as they lie."""
     if not raw.scale_lead:
         return over(raw.scales, (raw.rows_count, raw.scale_bytes), torch.uint8, device)

@@ -104,6 +104,7 @@ def _spec(exchange: "Exchange", rank: Rank) -> ExchangeSpec:
         number=exchange._number,
         channels=spec.channels,
         layers=geometry.layers,
+        ranks=geometry.max_ranks,
         max_tokens=spec.max_tokens,
         topk=geometry.topk,
         hidden=hidden,
@@ -131,10 +132,11 @@ def traced_dispatch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     x_scales: torch.Tensor | None,
+    global_scale: float,
     channel: int,
 ) -> Received:
-    """What a traced dispatch returns: everything at its full size, and no counts for the host."""
-    fixed = exchange._fixed(channel)
+    """What a traced dispatch returns: everything at its full size, and no numbers for the host."""
+    fixed, sources = exchange._fixed(channel), exchange._sources[channel]
     exchange._inputs.check_cap(x.shape[0])
     lost = exchange._lost[channel, layer]
     torch.ops.elasticep.exchange_dispatch(
@@ -142,7 +144,7 @@ def traced_dispatch(
         fixed.scales,
         fixed.ids,
         fixed.weights,
-        fixed.counts,
+        fixed._counts,
         fixed.offsets,
         fixed.places,
         fixed.row_slots,
@@ -154,24 +156,27 @@ def traced_dispatch(
         exchange._key,
         channel,
         layer,
+        global_scale,
+        sources,
     )
     return Received(
         rows=fixed.rows,
         scales=fixed.scales,
         ids=fixed.ids,
         weights=fixed.weights,
-        counts=fixed.counts,
+        _counts=exchange._traced_counts(fixed),
         offsets=fixed.offsets,
         places=fixed.places,
         row_slots=fixed.row_slots,
-        global_scale=fixed.global_scale,
+        global_scale=(global_scale,) * len(fixed.global_scale),
         out=fixed.out,
         layout=fixed.layout,
         layer=layer,
         channel=channel,
         tokens=(),
         arrived=-1,
-        token_ok=lost.narrow(0, 0, x.shape[0]) == 0,
+        _token_ok=lost.narrow(0, 0, x.shape[0]) == 0,
+        _sources=sources,
     )
 
 

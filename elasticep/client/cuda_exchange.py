@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elasticep.client.cuda_received import CudaReceivedTensors
+from elasticep.client.cuda_received import CudaReceivedTensors, slot_counts
 from elasticep.client.exchange import Exchange, Flight
 from elasticep.client.handle import DispatchInput
 from elasticep.client.received import Received
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 class CudaExchange(Exchange):
     """`Exchange` on the GPU of a `CudaSession`. All of its memory is there once it is made.
 
-    What differs in `Received`: the host knows no `tokens` (empty), and `arrived` with `cpu_sync`
-    only (else -1); `counts` is there in the layouts by expert; `global_scale` is this rank's own.
+    What differs in `Received`: the host knows no `tokens` (empty), `arrived` with `cpu_sync` only
+    (else -1), and of `global_scale` this rank's own; `source_tokens` and `source_scales` have what
+    the GPU knows. `counts` and `token_ok` are worked out when they are first looked at.
     """
 
     def __init__(self, session: "CudaSession", name: str, spec: ExchangeSpec, number: int) -> None:
         self._cuda = session._cuda
         self._device, self._where = self._cuda.device, str(self._cuda.device)
         super().__init__(session, name, spec, number)
-        self._gpu_session = session
         geometry = session.config.geometry
+        self._slots = geometry.slots_per_rank
         self._made = [
             CudaReceivedTensors(self._cuda, spec, geometry, number, channel)
             for channel in range(spec.channels)
         ]
+        self._sources = [made.sources for made in self._made]
         self._scale = [1.0] * spec.channels  # of the exchange under way
 
     # ---- under torch.compile
@@ -46,6 +48,11 @@ class CudaExchange(Exchange):
         if self.spec.cpu_sync:
             return super()._fixed(channel)
         return self._made[channel].fixed
+
+    def _traced_counts(self, fixed: Received) -> torch.Tensor:
+        if self.spec.by_expert:
+            return fixed.counts
+        return slot_counts(fixed.ids, self._slots)  # left out by the compiler if nobody looks
 
     def _note_compiled(self, step: "Step", channel: int, layer: int, tokens: int) -> None:
         step._note_lost(self._lost[channel, layer, :tokens])
@@ -68,11 +75,9 @@ class CudaExchange(Exchange):
         self._cuda.receive(self._number, channel)
 
     def _deliver(self, flight: Flight, channel: int) -> Received:
-        made = self._made[channel]
         flight.step._note_lost(flight.lost)
-        all_ok = made.fixed.token_ok[: flight.tokens]
-        token_ok = flight.lost == 0 if self._gpu_session.serves else all_ok
-        flight.received = made.received(flight.layer, token_ok, self._scale[channel])
+        made = self._made[channel]
+        flight.received = made.received(flight.layer, flight.lost, self._scale[channel])
         flight.phase = "received"
         return flight.received
 

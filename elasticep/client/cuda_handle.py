@@ -183,6 +183,12 @@ class CudaHandle:
         """Wait for the exact count of a dispatch with `cpu_sync`."""
         return self.context.wait_counts(exchange, channel)
 
+    def count_slots(self, exchange: int, channel: int, counts: int) -> None:
+        """Put counting the rows of each slot on the stream, into int32 [slots] at `counts`."""
+        if self._session is None:
+            raise UsageError("this session is detached; its tensors must not be used any more")
+        self.context.count_slots(exchange, channel, counts, self.stream)
+
     def combine(
         self, exchange: int, channel: int, out: int | None, dtype: int, half: str = "both"
     ) -> None:

@@ -1,15 +1,16 @@
 """What a dispatch delivers on a GPU: tensors over the rank's region, made once per channel."""
 
-import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from elasticep.client.cuda_handle import CudaHandle
-from elasticep.client.received import BY_CODE, WIRE, Received
+from elasticep.client.received import BY_CODE, SOURCE_WORDS, WIRE, Once, Received
 from elasticep.errors import StepTorn
 from elasticep.geometry import GroupGeometry
 from elasticep.native import cuda as native
+from elasticep.native.tensors import over
 from elasticep.spec import ExchangeSpec, Layout, Reduce, ScaleLayout
 from elasticep.wire import WireDtype
 
@@ -17,25 +18,12 @@ UNKNOWN = -1
 """`Received.arrived` where the host does not wait for the count."""
 
 
-class _Bytes:
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def over(
-    address: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor over device memory that somebody else owns."""
-    count = math.prod(shape) * dtype.itemsize
-    if count == 0 or not address:
-        return torch.empty(shape if count == 0 else (0,), dtype=dtype, device=device)
-    flat = torch.as_tensor(_Bytes(address, count), device=device)
-    return flat.view(dtype).view(shape)
+def slot_counts(ids: torch.Tensor, slots: int) -> torch.Tensor:
+    """Int32 `[slots]`: how often each slot is in `ids`, in operations that a compiler knows."""
+    places = ids.flatten().long() + 1  # -1 is counted, too, and left out
+    ones = torch.ones_like(places, dtype=torch.int32)
+    counts = torch.zeros(slots + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add(0, places, ones)[1:]
 
 
 class CudaReceivedTensors:
@@ -50,6 +38,7 @@ class CudaReceivedTensors:
 
     Attributes:
         fixed: everything at its full size.
+        sources: int32 `[R, SOURCE_WORDS]`: what each source said of its dispatch.
     """
 
     def __init__(
@@ -74,14 +63,17 @@ class CudaReceivedTensors:
         def ints(address: int | None, *shape: int) -> torch.Tensor | None:
             return over(address, shape, torch.int32, device) if address else None
 
-        ids, counts = ints(raw.ids, *pairs), ints(raw.slot_counts, slots)
-        none = torch.empty(0, dtype=torch.int32, device=device)
+        ids, none = ints(raw.ids, *pairs), torch.empty(0, dtype=torch.int32, device=device)
+        # Elsewhere no kernel counts before the engine asks.
+        counts = ints(raw.slot_counts, slots) if spec.by_expert else None
+        self.sources = over(raw.arrivals, (geometry.max_ranks, SOURCE_WORDS), torch.int32, device)
+        self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self.fixed = Received(
             rows=over(raw.rows, (*room, elements), WIRE[wire], device),
             scales=self._scales(raw, room, hidden) if raw.scales else None,
             ids=none if ids is None else ids,
             weights=over(raw.weights, pairs, torch.float32, device),
-            counts=counts if counts is not None and spec.by_expert else none,
+            _counts=self._counts if counts is None else counts,
             offsets=ints(raw.slot_offsets, slots + 1),
             places=ints(raw.places, *pairs),
             row_slots=ints(raw.row_slots, rows),
@@ -97,7 +89,8 @@ class CudaReceivedTensors:
             channel=channel,
             tokens=(),
             arrived=UNKNOWN,
-            token_ok=torch.ones(spec.max_tokens, dtype=torch.bool, device=device),
+            _token_ok=none,
+            _sources=self.sources,
         )
 
     def _scales(self, raw: native.Received, room: tuple[int, ...], hidden: int) -> torch.Tensor:
@@ -111,21 +104,45 @@ class CudaReceivedTensors:
         whole = over(raw.scales, columns, dtype, device)
         return whole.transpose(-1, -2)[..., : room[-1], :]
 
-    def received(self, layer: int, token_ok: torch.Tensor, global_scale: float) -> Received:
+    def received(self, layer: int, lost: torch.Tensor, global_scale: float) -> Received:
         """What a dispatch that is on the stream delivers; waits for its count where `cpu_sync`
         says so.
+
+        Args:
+            layer: of the dispatch.
+            lost: uint8 `[tokens]`, where its kernel notes tokens that need a lost expert.
+            global_scale: of this rank's rows.
 
         Raises:
             StepTorn: it was waited for and the step is torn.
         """
-        full = replace(
-            self.fixed,
-            layer=layer,
-            token_ok=token_ok,
-            global_scale=(global_scale,) * len(self.fixed.global_scale),
+        same = self.fixed
+        full = Received(
+            same.rows,
+            same.scales,
+            same.ids,
+            same.weights,
+            same._counts if self._spec.by_expert else Once(self._counted),
+            same.offsets,
+            same.places,
+            same.row_slots,
+            (global_scale,) * len(same.global_scale),
+            same.out,
+            same.layout,
+            layer,
+            self._channel,
+            same.tokens,
+            UNKNOWN,
+            Once(partial(torch.eq, lost, 0)),
+            same._sources,
         )
-        if not self._spec.cpu_sync:
-            return full
+        return self._cut(full) if self._spec.cpu_sync else full
+
+    def _counted(self) -> torch.Tensor:
+        self._handle.count_slots(self._number, self._channel, self._counts.data_ptr())
+        return self._counts
+
+    def _cut(self, full: Received) -> Received:
         counts = self._handle.counts(self._number, self._channel)
         if counts.torn:
             raise StepTorn("this step is torn; leave the `with session.step()` block and repeat it")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from elasticep.client.cuda_handle import CudaHandle
-from elasticep.client.cuda_received import over
 from elasticep.client.cuda_weights import DeviceWeights
 from elasticep.client.handle import SessionHandle
 from elasticep.client.session import Session
@@ -34,6 +33,7 @@ from elasticep.native import abi
 from elasticep.native.cuda import StepResult, StepStatus, Why
 from elasticep.native.cuda_session import Wait
 from elasticep.native.cuda_structs import Copied
+from elasticep.native.tensors import over
 
 if TYPE_CHECKING:
     from torch.cuda import CUDAGraph

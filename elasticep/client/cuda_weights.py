@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from elasticep.client.arena import TORCH, LayerWeights
-from elasticep.client.cuda_received import over
 from elasticep.errors import SlotInvalid
+from elasticep.native.tensors import over
 from elasticep.weights import ArenaLayout
 
 

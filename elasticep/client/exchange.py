@@ -13,7 +13,7 @@ from elasticep.client import compiled
 from elasticep.client.buffers import Buffers
 from elasticep.client.handle import DispatchInput
 from elasticep.client.inputs import CODES, Inputs, Rows
-from elasticep.client.received import Received, ReceivedTensors
+from elasticep.client.received import SOURCE_WORDS, Received, ReceivedTensors
 from elasticep.errors import ElasticEPError, PlacementError, UsageError
 from elasticep.native import abi
 from elasticep.spec import ExchangeSpec
@@ -68,6 +68,9 @@ class Exchange:
         self._lost = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         self._lost_host: Any = self._lost.numpy() if self._device.type == "cpu" else None
         self._lost_address = self._lost.data_ptr()
+        # What each source said of a channel's dispatch, where operators leave it.
+        words = (geometry.max_ranks, SOURCE_WORDS)
+        self._sources = [torch.zeros(words, dtype=torch.int32) for _ in range(spec.channels)]
         self._operators = compiled.Operators(self, self._handle.operators())
         self._key = self._operators.key
         self._buffers = Buffers()
@@ -132,7 +135,7 @@ class Exchange:
         """
         if torch.compiler.is_compiling():
             return compiled.traced_dispatch(
-                self, layer, x, topk_ids, topk_weights, x_scales, channel
+                self, layer, x, topk_ids, topk_weights, x_scales, global_scale, channel
             )
         rows = (x, x_scales, global_scale)
         flight, tensors = self._start(layer, rows, topk_ids, topk_weights, channel)
@@ -220,6 +223,10 @@ class Exchange:
                 else f"run a step on channel {channel} of exchange {self.name!r} before compiling"
             )
         return last
+
+    def _traced_counts(self, fixed: Received) -> torch.Tensor:
+        """What a traced dispatch gives as `counts`; the operator fills those of `fixed`."""
+        return fixed.counts
 
     def _note_compiled(self, step: "Step", channel: int, layer: int, tokens: int) -> None:
         """Tell a step what an operator's dispatch found out."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Union
 
@@ -23,8 +24,34 @@ WIRE: Final = {
 }
 """Element types of rows on the wire."""
 
+SOURCE_WORDS: Final = 16
+"""Of 4 bytes: what a region has of each source's dispatch (`struct Arrival`)."""
+
+_TOKENS_WORD: Final = 2
+_SCALE_WORD: Final = 4
+
 BY_CODE: Final = {abi.Dtype[wire.name].value: dtype for wire, dtype in WIRE.items()}
 _Pointer = Union["ctypes._Pointer[ctypes.c_int32]", "ctypes._Pointer[ctypes.c_float]"]
+
+
+class Once:
+    """A tensor that is made when it is first asked for.
+
+    Args:
+        make: gives it; on a GPU by kernels on the stream that is current then.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+        self._made: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,26 +73,30 @@ class Received:
         ids: int32 `[M, K]`: local slot of each of a row's choices, -1 = none here. M is N, or in
             the layouts by expert the rows as they were sent.
         weights: float32 `[M, K]`.
-        counts: int32 `[S]`: rows per local slot.
+        counts: int32 `[S]`: rows per local slot. On a GPU, in the routed and arrival layouts, they
+            are counted when they are first looked at, on the stream that is current then.
         offsets: contiguous layout: int32 `[S + 1]`, first row of each slot's run, else None.
         places: layouts by expert: int32 `[M, K]`, the row of each pair, -1 = none, else None.
         row_slots: contiguous layout: int32 `[N]`, local slot of each row, -1 = padding, else None.
-        global_scale: nvfp4: by source rank; value = element * scale * this.
+        global_scale: nvfp4: by source rank; value = element * scale * this. On a GPU, and in a
+            compiled model, this rank's own for all: see `source_scales`.
         out: where the experts' outputs go, of the combine dtype (bf16 where that is fp8): `[N, H]`
             (masked `[S, room, H]`), or `[N, K, H]` with `reduce="per_expert"` in the routed and
             arrival layouts.
         layout: how the rows are ordered.
         layer: of the dispatch.
-        tokens: how many tokens each rank brought.
-        arrived: how many rows came.
+        tokens: how many tokens each rank brought; empty where the host does not know, as on a GPU
+            and in a compiled model: see `source_tokens`.
+        arrived: how many rows came; -1 where the host does not know.
         token_ok: bool `[tokens]` of this rank's own tokens: False where a lost expert was needed.
+        source_tokens, source_scales: `tokens` and `global_scale` as tensors, beside the rows.
     """
 
     rows: torch.Tensor
     scales: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
-    counts: torch.Tensor
+    _counts: torch.Tensor | Once
     offsets: torch.Tensor | None
     places: torch.Tensor | None
     row_slots: torch.Tensor | None
@@ -76,7 +107,34 @@ class Received:
     channel: int
     tokens: tuple[int, ...]
     arrived: int
-    token_ok: torch.Tensor
+    _token_ok: torch.Tensor | Once
+    _sources: torch.Tensor | None = None  # int32 [R, SOURCE_WORDS], where the host does not know
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Int32 `[S]`: rows per local slot."""
+        counts = self._counts
+        return counts.get() if isinstance(counts, Once) else counts
+
+    @property
+    def token_ok(self) -> torch.Tensor:
+        """Bool `[tokens]` of this rank's own: False where a lost expert was needed."""
+        token_ok = self._token_ok
+        return token_ok.get() if isinstance(token_ok, Once) else token_ok
+
+    @property
+    def source_tokens(self) -> torch.Tensor:
+        """Int32 `[R]`: how many tokens each rank brought, 0 of those that are no members."""
+        if self._sources is None:
+            return torch.tensor(self.tokens, dtype=torch.int32, device=self.rows.device)
+        return self._sources[:, _TOKENS_WORD]
+
+    @property
+    def source_scales(self) -> torch.Tensor:
+        """Float32 `[R]`: the global scale of each member's rows (nvfp4)."""
+        if self._sources is None:
+            return torch.tensor(self.global_scale, dtype=torch.float32, device=self.rows.device)
+        return self._sources[:, _SCALE_WORD].view(torch.float32)
 
 
 class ReceivedTensors:
@@ -105,7 +163,7 @@ class ReceivedTensors:
             same.scales,
             same.ids,
             same.weights,
-            same.counts,
+            same._counts,
             same.offsets,
             same.places,
             same.row_slots,
@@ -137,7 +195,7 @@ class ReceivedTensors:
             scales=self._scales(struct, room),
             ids=ints(struct.ids, pairs),
             weights=self._at(_address(struct.weights), pairs, torch.float32),
-            counts=ints(struct.slot_counts, (slots,)),
+            _counts=ints(struct.slot_counts, (slots,)),
             offsets=ints(struct.slot_offsets, (slots + 1,)) if struct.slot_offsets else None,
             places=ints(struct.places, pairs) if struct.places else None,
             row_slots=ints(struct.row_slots, (rows,)) if struct.row_slots else None,
@@ -148,7 +206,7 @@ class ReceivedTensors:
             channel=channel,
             tokens=(),
             arrived=0,
-            token_ok=token_ok,
+            _token_ok=token_ok,
         )
 
     def _scales(self, struct: abi.Received, room: tuple[int, ...]) -> torch.Tensor | None:

@@ -97,6 +97,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epc_combine_send": (c_int, (_CONTEXT, c_uint32, c_uint32, _STREAM)),
     "epc_combine_recv": (c_int, _COMBINE),
     "epc_received_of": (c_int, (_CONTEXT, c_uint32, c_uint32, POINTER(Received))),
+    "epc_count_slots": (c_int, (_CONTEXT, c_uint32, c_uint32, c_void_p, _STREAM)),
     "epc_wait_counts": (c_int, (_CONTEXT, c_uint32, c_uint32, POINTER(Counts))),
     "epc_tune": (c_int, (_CONTEXT, c_uint32, c_uint32)),
     "epc_tear": (c_int, (_CONTEXT, _STREAM)),
@@ -390,6 +391,10 @@ class CudaContext:
         out = Received()
         check(api().epc_received_of(self._context, exchange, channel, out), self._what)
         return out
+
+    def count_slots(self, exchange: int, channel: int, counts: int, stream: int) -> None:
+        """Enqueue counting the last dispatch's rows per slot into device memory, int32 [slots]."""
+        check(api().epc_count_slots(self._context, exchange, channel, counts, stream), self._what)
 
     def tear(self, stream: int) -> None:
         """Enqueue tearing the running step for all."""

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from elasticep.errors import NativeError
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 _NAME_BYTES: Final = 64
 _TEXT_BYTES: Final = 512
 STREAM: Final = CFUNCTYPE(c_int32, c_int32, POINTER(c_void_p))
@@ -72,7 +72,8 @@ class ExchangeSpec(Structure):
         ("sms", POINTER(c_uint32)),
         ("plane", c_uint32),
         ("device", c_int32),
-        *((name, c_uint32) for name in ("number", "channels", "layers", "max_tokens", "topk")),
+        *((name, c_uint32) for name in ("number", "channels", "layers", "ranks")),
+        *((name, c_uint32) for name in ("max_tokens", "topk")),
         *((name, c_uint32) for name in ("hidden", "slots", "num_sms", "wire", "block")),
         *((name, c_uint32) for name in ("float_scale", "width", "by_column")),
         *((name, c_uint64) for name in ("row_bytes", "scale_bytes", "out_bytes")),

@@ -1,5 +1,7 @@
 """What the children of a fleet run on emulated GPUs only."""
 
+import torch
+
 from elasticep.bench.device_cuda import arrived, dispatch_args
 from elasticep.bench.device_streams import Graph, copy, synchronize
 from elasticep.bench.fleet_cuda_child import Member
@@ -24,11 +26,13 @@ def captured(member: Member, replays: int) -> int:
     kinds = [i for i in range(g.exchanges) if not g.exchange[i].cpu_sync]
     batches = [new_batch(seat, i, 8) for i in kinds]
     graph = Graph()
+    counts = torch.zeros(len(kinds), g.slots, dtype=torch.int32)
     with graph.capture() as stream:
         seat.context.step_begin(8, stream)
-        for i, b in zip(kinds, batches, strict=True):
+        for i, b, counted in zip(kinds, batches, counts, strict=True):
             args = dispatch_args(i, 0, b.x, abi.Dtype.BF16, b.ids, b.weights)
             seat.context.dispatch(args, stream)
+            seat.context.count_slots(i, 0, counted.data_ptr(), stream)
             a = arrived(seat.context, i)
             rows = min(a.out.shape[0], a.rows.shape[0])
             copy(a.out[:rows], a.rows[:rows], stream)
@@ -39,4 +43,7 @@ def captured(member: Member, replays: int) -> int:
         graph.replay()
         synchronize()
         complete += seat.context.result().complete
+        for b, counted in zip(batches, counts, strict=True):
+            assert int(counted.sum()) == int((b.ids >= 0).sum())
+        counts.fill_(-9)
     return complete

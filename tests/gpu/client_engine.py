@@ -284,6 +284,36 @@ class Engine:
             blocks[name] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
         return blocks
 
+    def received(self, exchange: str, tokens: int) -> dict[str, Any]:
+        """Counts and sources that a captured step looked at, in each of three replays: whether the
+        counts are those of the ids, and tokens and scales of all sources."""
+        model = self.model(exchange, tokens)
+        g = self.session.config.geometry
+        seen: list[tuple[torch.Tensor, ...]] = []
+        model.fresh()
+        self.steps(exchange, tokens, 1)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with self.session.warmup(), torch.cuda.graph(graph), self.session.step(tokens) as captured:
+            for layer in range(model.layers):
+                args = (model.x[layer], model.ids[layer], model.weights[layer])
+                recv = model.exchange.dispatch(layer, *args)
+                kept = (recv.counts, recv.ids, recv.source_tokens, recv.source_scales)
+                seen.append(tuple(tensor.clone() for tensor in kept))
+                model.experts(layer, recv)
+                model.exchange.combine(layer, recv, model.out[layer])
+        same = []
+        for _ in range(3):
+            model.fresh()
+            self.session.run_graph(graph, captured)
+            model.check()
+            for counts, ids, _, _ in seen:
+                here = ids[ids >= 0].long()
+                want = torch.bincount(here, minlength=g.slots_per_rank)
+                same.append(bool(torch.equal(counts.long(), want)) and bool(want.any()))
+        _, _, sources, scales = seen[-1]
+        return {"same": all(same), "tokens": sources.tolist(), "scales": scales.tolist()}
+
     def capture_while_staging(self, exchange: str, tokens: int) -> dict[str, Any]:
         """Holds a capture open until another view is staged, then replays it into that view."""
         model = self.model(exchange, tokens)

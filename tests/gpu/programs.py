@@ -130,6 +130,24 @@ def check_layout(a: Arrived, room: int) -> None:
     assert bool((used[order].diff()[ids[ids >= 0][order].diff() == 0] == 1).all())
 
 
+def check_slot_counts(seat: Seat, exchange: int, channel: int = 0) -> int:
+    """Rows per slot, counted on the GPU, are what the ids say in every layout; their sum."""
+    g = seat.context.geometry
+    a = arrived(seat.context, exchange, channel)
+    config = g.exchange[exchange]
+    ids = a.ids.long()
+    if config.cpu_sync and config.layout == abi.RowLayout.ARRIVAL:
+        assert a.counts is not None
+        ids = ids[: int(a.counts[0])]
+    counts = torch.full((g.slots,), -9, dtype=torch.int32, device=ids.device)
+    synchronize()
+    seat.context.count_slots(exchange, channel, counts.data_ptr(), seat.stream.cuda_stream)
+    synchronize()
+    want = torch.bincount(ids[ids >= 0], minlength=g.slots)
+    assert torch.equal(counts.long(), want), (exchange, counts, want)
+    return int(want.sum())
+
+
 def run_experts(seat: Seat, exchange: int, layer: int) -> None:
     """The toy expert kernel: reads what arrived in any layout and writes what is owed."""
     g = seat.context.geometry
@@ -288,6 +306,7 @@ def one_step(member: Member, plan: list[tuple[int, list[int]]], halves: int = 0)
             check_whole(seat, exchange)
         for seat in seats:
             check_count(seat, exchange)
+            check_slot_counts(seat, exchange)
             run_experts(seat, exchange, layer)
         synchronize()
         back = abi.Dtype(g.exchange[exchange].combine_dtype)

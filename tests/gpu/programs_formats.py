@@ -11,7 +11,14 @@ from elasticep.bench.device_streams import device_of, new_stream, pause, synchro
 from elasticep.bench.fleet_cuda import uniform_placement
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.native import abi
-from tests.gpu.programs import FLOATS, Seat, new_batch, run_experts, seats_of
+from tests.gpu.programs import (
+    FLOATS,
+    Seat,
+    check_slot_counts,
+    new_batch,
+    run_experts,
+    seats_of,
+)
 
 
 def odd_rows(tokens: int, hidden: int) -> torch.Tensor:
@@ -127,6 +134,27 @@ def scales_brought(member: Member, scale: float) -> dict[str, Any]:
     synchronize()
     result = seat.context.result()
     return {"complete": result.complete, "why": int(result.fault.why)}
+
+
+def slots_counted(member: Member, tokens: int) -> int:
+    """Choices that two dispatches brought, as counts of their slots say; the second is smaller."""
+    (seat,) = seats_of(member)
+    found = 0
+    for n in (tokens, tokens // 3):
+        b = new_batch(seat, 0, n)
+        synchronize()
+        stream = seat.stream.cuda_stream
+        seat.context.step_begin(n, stream)
+        seat.context.dispatch(dispatch_args(0, 0, b.x, abi.Dtype.BF16, b.ids, b.weights), stream)
+        synchronize()
+        brought = check_slot_counts(seat, 0)
+        assert brought == int((b.ids >= 0).sum())
+        found += brought
+        seat.context.combine(0, 0, n, b.out.data_ptr(), abi.Dtype.BF16, stream)
+        seat.context.step_end(stream)
+        synchronize()
+        assert seat.context.result().complete
+    return found
 
 
 def many_exchanges(member: Member, count: int) -> dict[str, Any]:

@@ -104,6 +104,14 @@ def test_case_22_everything_is_allocated_when_the_exchange_is_made() -> None:
         assert result["step"] == result["empty"], result
 
 
+def test_counts_and_sources_are_there_for_a_captured_step() -> None:
+    with Cluster(config("received", 2, "decode", "gather")) as cluster:
+        engines = cluster.attach(0, 1)
+        for name in ("decode", "gather"):
+            for result in both(engines, "received", exchange=name, tokens=12):
+                assert result == {"same": True, "tokens": [12, 12], "scales": [1.0, 1.0]}
+
+
 def test_a_view_is_staged_while_the_engine_captures() -> None:
     with Cluster(config("staging", 2, initial_ranks=1)) as cluster:
         (first,) = cluster.attach(0)

@@ -127,6 +127,14 @@ def test_a_step_has_as_many_exchanges_as_tags_can_number(count: int, complete: b
         assert result["why"] == native.Why.SEQUENCE
 
 
+@pytest.mark.parametrize(("cap", "slots"), [(64, 6), (4096, 6), (64, 9000), (4096, 9000)])
+def test_rows_of_every_slot_are_counted(cap: int, slots: int) -> None:
+    """By one block and by several, which have room for 4,096 slots at once."""
+    shape = geometry(1, [exchange(cap)], experts=6, slots=slots, hidden=64, topk=5)
+    with on_one_card(shape, 1) as f:
+        assert f.run(f"{FORMATS}:slots_counted", tokens=cap)[0] > cap
+
+
 def test_more_slots_than_fit_into_shared_memory_are_refused() -> None:
     shape = geometry(1, [exchange(1, layout=L.MASKED)], topk=1, experts=4, slots=12_001)
     with pytest.raises(NativeError, match="at most 12000"):

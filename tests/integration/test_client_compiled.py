@@ -169,6 +169,34 @@ def test_all_that_a_dispatch_delivers_is_there_for_compiled_experts(spec: dict[s
         assert not torch.equal(results[1], results[2])
 
 
+def test_what_sources_say_is_there_for_compiled_experts_as_for_eager_ones() -> None:
+    """Their tokens and global scales: a compiled dispatch quantises by the one that it is given."""
+    hidden = 128
+    more = {"hidden": hidden, "combine_dtype": "fp32", "dispatch_dtype": "nvfp4"}
+    with compiled_ranks(**more) as (_, _, (session,)):
+        exchange = session.exchange("decode")
+
+        def model(x: Any, ids: Any, weights: Any) -> Any:
+            recv = exchange.dispatch(0, x, ids, weights, global_scale=0.125)
+            recv.out.zero_()
+            told = recv.source_tokens.clone(), recv.source_scales.clone()
+            rows, scales = recv.rows.clone(), recv.scales.clone()
+            exchange.combine(0, recv)
+            return (*told, rows, scales)
+
+        whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+        x, ids, weights = inputs(3, hidden)
+        for tokens in (CAP, CAP - 2):
+            results = []
+            for run in (model, whole):
+                with session.step(tokens):
+                    results.append(run(x[:tokens], ids[:tokens], weights[:tokens]))
+            eager, compiled = results
+            assert eager[0].tolist() == [tokens]
+            assert eager[1].tolist() == [0.125]
+            assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
 def test_ranks_of_one_process_wait_for_each_other_in_operators() -> None:
     with compiled_ranks(2) as (_, _, sessions):
         models = {session.rank: copied(session.exchange("decode")) for session in sessions}

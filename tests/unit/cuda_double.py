@@ -4,7 +4,6 @@ It stands for one rank that is its own peer; its "GPU" is host memory, and its s
 is waited for.
 """
 
-import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +24,9 @@ CPU = torch.device("cpu")
 
 
 def over(address: int, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    size = int(np.prod(shape)) * dtype.itemsize
-    if not address or not size:
-        return torch.empty(shape if not size else (0,), dtype=dtype)
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    from elasticep.native.tensors import over as made
+
+    return made(address, shape, dtype, device)
 
 
 class Handle:
@@ -42,6 +39,7 @@ class Handle:
         self.out = torch.zeros(CAP, HIDDEN)
         self.ids = torch.full((CAP, TOPK), -1, dtype=torch.int32)
         self.weights = torch.zeros(CAP, TOPK)
+        self.arrivals = torch.zeros(1, 16, dtype=torch.int32)
         self.table = torch.arange(SLOTS, dtype=torch.int32).repeat(LAYERS, 1)
         self.context = SimpleNamespace(received=self._received, result=self.result)
         self.calls: list[str] = []
@@ -71,6 +69,7 @@ class Handle:
             id_rows=CAP,
             places=None,
             row_slots=None,
+            arrivals=self.arrivals.data_ptr(),
             out_dtype=0,
             scale_lead=0,
         )
@@ -146,8 +145,18 @@ class Handle:
         self.rows[: tensors.tokens] = x
         flags = over(lost, (tensors.tokens,), torch.uint8, CPU)
         flags.zero_()
+        self.ids[: tensors.tokens] = over(
+            tensors.ids, (tensors.tokens, TOPK), torch.int64, CPU
+        ).int()
+        self.arrivals[0, 2] = tensors.tokens
+        self.arrivals[0].view(torch.float32)[4] = tensors.global_scale
         for token in self.lose:
             flags[token] = 1
+
+    def count_slots(self, exchange: int, channel: int, counts: int) -> None:
+        self.calls.append("count slots")
+        found = torch.bincount(self.ids[self.ids >= 0], minlength=SLOTS)
+        over(counts, (SLOTS,), torch.int32, CPU).copy_(found)
 
     def receive(self, exchange: int, channel: int) -> None:
         self.calls.append("receive")
@@ -193,11 +202,7 @@ class Handle:
 
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tensors over device memory be over the host's, and no stream be captured."""
-    from elasticep.client import cuda_received, cuda_session, cuda_weights
-
-    for module in (cuda_received, cuda_session, cuda_weights):
-        monkeypatch.setattr(module, "over", over)
+    """Let no stream be captured."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

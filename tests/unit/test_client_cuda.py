@@ -209,11 +209,11 @@ def test_what_is_done_about_lost_experts_is_what_operators_say_now(
     handle.lose = [1]
     session = make(handle)  # of a group that was made with `refuse`
     exchange = session.exchange("decode")
-    for serves, told in ((False, [True] * 3), (True, [True, False, True])):
+    for serves in (False, True):
         handle.serves = serves
         with session.step(3) as step:
             recv = exchange.dispatch(0, *inputs(3))
-            assert recv.token_ok.tolist() == told
+            assert recv.token_ok.tolist() == [True, False, True]
             exchange.combine(0, recv)
         assert step.token_ok.tolist() == [True, False, True]
         if serves:
@@ -244,6 +244,72 @@ def test_halves_and_what_is_refused(make: Callable[..., Any]) -> None:
     assert step.complete
     halves = ["dispatch send", "receive", "combine send", "combine receive"]
     assert [call for call in handle.calls if call in halves] == halves
+
+
+def test_what_nobody_looks_at_is_not_worked_out(make: Callable[..., Any]) -> None:
+    handle = Handle()
+    handle.lose = [1]
+    session = make(handle)
+    exchange = session.exchange("decode")
+    x, ids, weights = inputs(3)
+    ids[:] = torch.tensor([[0, 1], [-1, 1], [3, 1]])
+    found = []
+    for looks in (0, 1, 3):
+        with session.step(3):
+            recv = exchange.dispatch(0, x, ids, weights, global_scale=0.5)
+            found += [recv.counts for _ in range(looks)]
+            assert recv.source_tokens.tolist() == [3]
+            assert recv.source_scales.tolist() == [0.5]
+            exchange.combine(0, recv)
+    assert handle.calls.count("count slots") == 2  # once in each step in which somebody looked
+    assert len({id(counts) for counts in found}) == 1  # the same memory every time
+    assert found[0].tolist() == [1, 3, 0, 1]
+    assert recv.counts is found[0]
+    assert handle.calls.count("count slots") == 2
+    assert recv.token_ok is recv.token_ok
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_compiled_dispatch_counts_only_what_is_looked_at(
+    make: Callable[..., Any], looks: bool
+) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    exchange = make(Handle()).exchange("decode")
+    seen = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        seen.append(str(graph.code))
+        return graph
+
+    def model(x: Any, ids: Any, weights: Any) -> Any:
+        recv = exchange.dispatch(0, x, ids, weights)
+        return recv.counts if looks else recv.source_tokens
+
+    whole = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+    with pytest.raises(RuntimeError, match="not open"):  # there is no native rank behind it
+        whole(*inputs(2))
+    assert "exchange_dispatch" in seen[0]
+    assert ("scatter" in seen[0]) == looks
+
+
+def test_slots_are_counted_by_a_compiler_as_by_the_kernel() -> None:
+    from elasticep.client.cuda_received import slot_counts
+
+    seed = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 5, (40, 3), generator=seed, dtype=torch.int32)
+    for tensor in (ids, torch.full((4, 3), -1, dtype=torch.int32), ids[:0]):
+        want = torch.bincount(tensor[tensor >= 0], minlength=6).int()
+        assert torch.equal(slot_counts(tensor, 6), want)
+
+
+def test_counts_of_a_detached_session_are_refused() -> None:
+    from elasticep.client.cuda_handle import CudaHandle
+
+    handle: Any = CudaHandle.__new__(CudaHandle)
+    handle._session = None
+    with pytest.raises(UsageError, match="is detached"):
+        handle.count_slots(0, 0, 8)
 
 
 @pytest.mark.parametrize(

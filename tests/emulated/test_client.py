@@ -1,0 +1,17 @@
+"""What a dispatch on an emulated GPU gives an engine, beside what the CPU plane gives."""
+
+from tests.emulated.stand import run
+
+SCENES = "tests.emulated.scenes_client"
+
+
+def test_what_is_received_is_the_same_on_both_planes() -> None:
+    """Field by field and to the bit, in every layout: counts and tokens of all sources, too."""
+    assert run(f"{SCENES}:parity") == []
+
+
+def test_counts_agree_with_the_ids_in_torn_steps_too() -> None:
+    """An expert kernel that sorts rows by slot would else write beyond its buffers."""
+    told = run(f"{SCENES}:torn")
+    assert told[::2] == told[1::2]
+    assert sum(told[0]) > sum(told[4]) > 0
