@@ -271,7 +271,9 @@ def _print_table(report: dict[str, Any], plans: list[PresetPlan]) -> None:
             f"tokens, else LOW_LATENCY ({report['auto']['buffer_bytes'] / GB:.3f} GB). "
             f"One expert: {report['expert_bytes'] / 1e6:.1f} MB ({model['weights']}); a rank reads "
             f"{report['expert_weight_bytes_per_step'] / GB:.1f} GB of them per step and holds "
-            f"{report['arena_bytes'] / GB:.1f} GB in {report['slots_per_rank']} slots per layer."
+            f"{report['arena_bytes'] / GB:.1f} GB in {report['slots_per_rank']} slots per layer. "
+            "Where daemons keep them that is host memory, and in a group on GPUs as much of the "
+            "rank's GPU besides."
         ),
         caption_justify="left",
     )

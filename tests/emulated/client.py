@@ -5,7 +5,6 @@ engine is a function that the stream calls in its turn, also in replays of a gra
 """
 
 import contextlib
-import ctypes
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from elasticep.bench import device_streams
-from elasticep.client import cuda_handle, cuda_received, cuda_session, cuda_weights
+from elasticep.client import cuda_handle
 from elasticep.testing import emulated_cuda
 
 failures: list[str] = []
@@ -21,19 +20,8 @@ _kept: list[Any] = []
 _capturing = [False]
 
 
-def over(address: int | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
-    """A tensor over memory of the emulated GPU."""
-    size = int(torch.Size(shape).numel()) * dtype.itemsize
-    if not address or not size:
-        return torch.empty(shape if not size else (0,), dtype=dtype)
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-
-
 def install() -> None:
     """Once, before the first session."""
-    for module in (cuda_received, cuda_session, cuda_weights):
-        module.over = over  # type: ignore[attr-defined]
     begin = cuda_handle.CudaHandle.__init__
 
     def on_host(self: Any, *arguments: Any) -> None:

@@ -34,24 +34,25 @@ SPEC: Final = WeightSpec(
         TensorSpec("w2_scale", WeightDtype.FP32, ()),
     )
 )
-LAYOUT: Final = ArenaLayout(LAYERS, SLOTS, SPEC)
+PLAIN: Final = WeightSpec((TensorSpec("w2", WeightDtype.BF16, (5, 9)),))
 Table = npt.NDArray[np.int32]
 
 
-def unit(layer: int, expert: int, version: int = 0) -> bytes:
+def unit(layer: int, expert: int, version: int = 0, spec: WeightSpec = SPEC) -> bytes:
     """An expert's bytes."""
     seed = (version * LAYERS + layer) * EXPERTS + expert
-    return random.Random(seed).randbytes(SPEC.unit_bytes)
+    return random.Random(seed).randbytes(spec.unit_bytes)
 
 
 class Stage(EmulatedGroup):
     """One rank with an arena, in whose slots 0, 1, ... its first view has experts 0, 1, ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: WeightSpec = SPEC) -> None:
         super().__init__(geometry(1, exchange(), slots=SLOTS))
+        self.weights = ArenaLayout(LAYERS, SLOTS, spec)
         self.fd = os.memfd_create("arena-of-a-test")
-        os.ftruncate(self.fd, LAYOUT.total_bytes)
-        self.arena = Arena.format(mmap.mmap(self.fd, LAYOUT.total_bytes), LAYOUT, 0)
+        os.ftruncate(self.fd, self.weights.total_bytes)
+        self.arena = Arena.format(mmap.mmap(self.fd, self.weights.total_bytes), self.weights, 0)
         self.table = np.full((LAYERS, 1, SLOTS), -1, np.int32)
         self.table[:, 0, :EXPERTS] = np.arange(EXPERTS)
         self.put(self.table)
@@ -59,16 +60,16 @@ class Stage(EmulatedGroup):
         self.native: Any = cuda_session.session_api()
         self.session = 0
 
-    def put(self, table: Table, version: int = 0) -> None:
+    def put(self, table: Table) -> None:
         """Fill the arena as a view wants it, where it holds something else."""
         for layer, slot in np.argwhere(table[:, 0] >= 0).tolist():
             expert = int(table[layer, 0, slot])
             if not self.arena.label(layer, slot).holds(expert):
-                self.arena.write(layer, slot, expert, unit(layer, expert, version))
+                self.arena.write(layer, slot, expert, unit(layer, expert, 0, self.weights.spec))
 
     def open(self) -> Self:
         """Attach; the mirror exists from then on."""
-        weights = cuda_session.weights_struct(self.fd, LAYOUT)
+        weights = cuda_session.weights_struct(self.fd, self.weights)
         ticket = self.ticket(0)
         self.session = cuda_session.open_session(self.socket_path, ticket, 60_000, 0, weights)
         return self
@@ -99,18 +100,19 @@ class Stage(EmulatedGroup):
 
     def on_gpu(self, layer: int, slot: int) -> bytes:
         """What lies in a slot there, wherever its tensors are."""
-        begin = self.address - LAYOUT.data_offset
-        pieces = LAYOUT.unit_pieces(layer, slot)
+        begin = self.address - self.weights.data_offset
+        pieces = self.weights.unit_pieces(layer, slot)
         return b"".join(ctypes.string_at(begin + at, size) for at, size in pieces)
 
-    def check(self, table: Table, version: int = 0) -> None:
+    def check(self, table: Table) -> None:
         """Every slot that a view names holds its expert, all bytes of it."""
         for layer in range(LAYERS):
             held = self.held(layer)
             for slot, expert in enumerate(table[layer, 0].tolist()):
                 if expert >= 0:
                     assert held[slot] == expert, (layer, slot, held)
-                    assert self.on_gpu(layer, slot) == unit(layer, expert, version), (layer, slot)
+                    wanted = unit(layer, expert, 0, self.weights.spec)
+                    assert self.on_gpu(layer, slot) == wanted, (layer, slot)
 
     def heard(self) -> None:
         """Return when the session's thread has taken in all that was sent to it.
@@ -126,6 +128,10 @@ class Stage(EmulatedGroup):
             return int(struct.unpack("i", answer)[0])
 
         until(lambda: unread() == 0, "the session to read what it was sent")
+
+    def answered(self, epoch: int) -> bool:
+        """Whether the rank said that it has staged a view, or that it cannot."""
+        return epoch in self._seats[0].staged
 
     def refusal(self, epoch: int) -> str:
         """Why a view could not be staged."""
@@ -190,6 +196,17 @@ def views() -> Any:
         group.check(fourth)
         seen.append(group.copied)
         group.step(4)
+        # The same expert with other bytes, put there while no view named it.
+        group.stage(5, 4, [0], third)
+        group.step(5)
+        for layer in range(LAYERS):
+            group.arena.write(layer, 13, 5, unit(layer, 5, 1))
+        group.stage(6, 5, [0], fourth)
+        assert [group.on_gpu(n, 13) for n in range(LAYERS)] == [
+            unit(n, 5, 1) for n in range(LAYERS)
+        ]
+        seen.append(group.copied)
+        group.step(6)
         assert group.address == address
         group.end()
         return [[slots, size // SPEC.unit_bytes] for slots, size in seen]
@@ -220,6 +237,28 @@ def changing_labels() -> Any:
         group.step(1)
         group.end()
         return said
+
+
+def on_their_way() -> Any:
+    """Copies that have been put on a stream and have not run."""
+    with Stage(PLAIN) as group:
+        group.open()
+        group.stage(1, 0, [0], group.table)
+        group.step(1)
+        second = moved(group.table, {12: 3})
+        group.put(second)
+        emulated_cuda.hold_copies(True)
+        group.stage(2, 1, [0], second, wait=False)
+        until(lambda: emulated_cuda.held_copies() > 0, "the new copies to be on their way")
+        for _ in range(50):
+            group.heard()
+            assert group.held(0)[12] == -1
+            assert not group.answered(2)
+        emulated_cuda.hold_copies(False)
+        group.wait_staged(0, 2)
+        group.check(second)
+        group.step(2)
+        group.end()
 
 
 def overtaken() -> Any:
@@ -283,7 +322,7 @@ def missing() -> Any:
 def too_little_memory() -> Any:
     """The GPU has not enough left; then it has."""
     with Stage() as group:
-        bytes_wanted = LAYERS * LAYOUT.layer_bytes
+        bytes_wanted = LAYERS * group.weights.layer_bytes
         emulated_cuda.set_free_bytes(bytes_wanted - 1)
         try:
             group.open()

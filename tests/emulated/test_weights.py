@@ -5,14 +5,14 @@ import pytest
 from tests.emulated.stand import run
 
 SCENES = "tests.emulated.scenes_weights"
-EXPERTS, LAYERS = 12, 2
+LAYERS = 2
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_a_view_names_is_on_the_gpu_before_it_is_staged_and_nothing_is_copied_twice(
     seed: int,
 ) -> None:
-    copied = [LAYERS * n for n in (EXPERTS, EXPERTS + 2, EXPERTS + 2, EXPERTS + 3)]
+    copied = [LAYERS * n for n in (12, 14, 14, 15, 16)]
     assert run(f"{SCENES}:views", seed=seed) == [[n, n] for n in copied]
 
 
@@ -20,6 +20,10 @@ def test_a_label_that_changes_during_a_copy_is_found() -> None:
     assert "layer 0 slot 12 of rank 0 holds expert 9, not expert 3" in run(
         f"{SCENES}:changing_labels"
     )
+
+
+def test_a_view_is_not_staged_before_its_last_copy_has_run() -> None:
+    run(f"{SCENES}:on_their_way")
 
 
 def test_the_copies_of_a_view_that_is_overtaken_are_called_off() -> None:
