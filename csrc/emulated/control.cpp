@@ -28,6 +28,11 @@ EP_API void epe_pause(uint64_t ns, void* stream) {
   epe::stream_of(static_cast<cudaStream_t>(stream)).push([ns] { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); });
 }
 
+// On the current device: blocks from index `from` on of the kernel after the next `skip` ones begin when they are let.
+EP_API void epe_hold_blocks(uint32_t skip, uint32_t from) { epe::Device::of(epe::current_device()).hold_blocks(skip, from); }
+EP_API void epe_let_blocks_begin() { epe::Device::of(epe::current_device()).let_blocks_begin(); }
+EP_API uint32_t epe_held_blocks() { return epe::Device::of(epe::current_device()).held_blocks(); }
+
 // A function of the host in the order of the stream, for what stands for a kernel of the engine.
 EP_API void epe_call(void (*function)(), void* stream) {
   epe::stream_of(static_cast<cudaStream_t>(stream)).push([function] { function(); });

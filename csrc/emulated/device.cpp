@@ -74,7 +74,30 @@ void Device::work() {
   }
 }
 
+void Device::hold_blocks(uint32_t skip, uint32_t from) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  late_.number = grids_ + skip + 1;
+  late_.from = from;
+}
+void Device::let_blocks_begin() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  late_.number = 0;
+  begin_.notify_all();
+}
+uint32_t Device::held_blocks() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return late_.waiting;
+}
+void Device::begin_late(uint32_t index, uint64_t number) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (number != late_.number || index < late_.from) return;
+  ++late_.waiting;
+  begin_.wait(lock, [&] { return number != late_.number; });
+  --late_.waiting;
+}
+
 void Device::run_block(const Kernel& k, uint32_t index, uint64_t number) {
+  begin_late(index, number);
   static thread_local Block block;
   if (k.shared_bytes) memset(k.shared(), 0xa5, k.shared_bytes);  // nobody may count on what it holds
   block.grid = dim3(k.grid);

@@ -34,6 +34,10 @@ class Device {
   // Runs a kernel to its end. Its blocks wait for room behind those of kernels that came before, as on a GPU.
   void run(const Kernel& kernel);
   static Device& of(int index);
+  // Of the kernel after the next `skip` ones, blocks from index `from` on begin late: when `let_blocks_begin` is called.
+  void hold_blocks(uint32_t skip, uint32_t from);
+  void let_blocks_begin();
+  uint32_t held_blocks();  // how many wait
 
  private:
   struct Grid {
@@ -44,13 +48,18 @@ class Device {
   void work();
   bool room(const Kernel& k) const;
   void run_block(const Kernel& k, uint32_t index, uint64_t number);
+  void begin_late(uint32_t index, uint64_t number);
 
   std::mutex mutex_;
-  std::condition_variable work_, done_;
+  std::condition_variable work_, done_, begin_;
   std::deque<Grid*> waiting_;    // grids of which blocks have not begun
   uint64_t grids_ = 0;
   uint32_t threads_ = 0, idle_ = 0, workers_ = 0, blocks_ = 0;  // blocks that have not begun
   size_t shared_ = 0;
+  struct {
+    uint64_t number = 0;  // of the kernel; 0: of none
+    uint32_t from = 0, waiting = 0;
+  } late_;
 };
 
 using Operation = std::function<void()>;

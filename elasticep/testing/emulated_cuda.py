@@ -30,6 +30,9 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_copy": (c_int, (c_void_p, c_void_p, c_uint64, c_void_p)),
     "epe_pause": (None, (c_uint64, c_void_p)),
     "epe_call": (None, (CALL, c_void_p)),
+    "epe_hold_blocks": (None, (c_uint32, c_uint32)),
+    "epe_let_blocks_begin": (None, ()),
+    "epe_held_blocks": (c_uint32, ()),
     "epe_hold_copies": (None, (c_int,)),
     "epe_held_copies": (c_uint32, ()),
     "epe_set_free_bytes": (None, (c_uint64,)),
@@ -105,6 +108,23 @@ class Stream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def hold_blocks(skip: int, first: int) -> None:
+    """Let blocks begin late: those from index `first` on, of the kernel after the next `skip` ones
+    that begin on the current device. They wait for `let_blocks_begin`.
+    """
+    api().epe_hold_blocks(skip, first)
+
+
+def held_blocks() -> int:
+    """How many blocks wait."""
+    return int(api().epe_held_blocks())
+
+
+def let_blocks_begin() -> None:
+    """End what `hold_blocks` began."""
+    api().epe_let_blocks_begin()
 
 
 def hold_copies(shut: bool) -> None:

@@ -13,6 +13,15 @@ def test_what_pads_a_run_is_zero_after_a_step_that_only_some_blocks_left() -> No
     assert run(f"{SCENES}:padding", sms=12, torn_steps=12) == 0
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["copy", "push_and_expand"])
+def test_what_pads_a_run_is_zero_after_blocks_began_too_late_for_their_step(large: bool) -> None:
+    """They label nothing, and rows of their share may be there: of the block that was in time."""
+    told = run("tests.emulated.scenes_padding:padding", sms=12, large=large)
+    assert told["wrong"] == 0
+    assert min(told["filled"]) > 100
+    assert told["pads"] > 2000
+
+
 @pytest.mark.parametrize("how", [StepStatus.TIMEOUT, StepStatus.DOOMED, StepStatus.EXPELLED])
 def test_kernels_behind_a_barrier_that_let_no_step_run_touch_no_peer(how: StepStatus) -> None:
     """Their flags would name the last step that ran here, in which a peer may still be."""
