@@ -132,8 +132,6 @@ class CudaSession(Session):
         device: the GPU that holds this rank's memory.
         slot_table: int32 `[layers, slots]` on it: the expert in each of this rank's slots in the
             running view, -1 = empty. The tensor stays; a barrier that adopts a view changes it.
-        serves: steps counted although tokens needed lost experts when the last one began (policy
-            `serve`, which an operator may change at any time).
     """
 
     def __init__(
@@ -157,7 +155,6 @@ class CudaSession(Session):
         geometry = config.geometry
         shape = (geometry.layers, geometry.slots_per_rank)
         self.slot_table = over(handle.slot_experts(), shape, torch.int32, handle.device)
-        self.serves = handle.serves_lost()
         arena = config.arena_layout()
         self._on_device = None if arena is None else DeviceWeights(handle, arena, rank)
         self._placed = 0  # steps put on streams, replays included
@@ -179,7 +176,6 @@ class CudaSession(Session):
             raise UsageError("a step is open already; leave its `with` block first")
         for exchange in self._kinds:
             exchange._operators.forget()
-        self.serves = self._cuda.serves_lost()
         step.captured = torch.cuda.is_current_stream_capturing()
         if not step.captured:
             self._arrive(step._timeout_ms)

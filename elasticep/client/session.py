@@ -8,6 +8,7 @@ is overwritten by the repeat. `docs/client.md` has them all.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from elasticep.client.arguments import whole
 from elasticep.client.handle import SessionHandle
 from elasticep.client.step import LONGEST_S, Passed, Step
-from elasticep.client.view import View, read_view
+from elasticep.client.view import EMPTY, View, read_view
 from elasticep.client.weights import LoadWeights, SlotWeights
 from elasticep.client.works import settled_works
 from elasticep.errors import (
@@ -35,6 +36,8 @@ from elasticep.native.convert import exchange_numbers
 from elasticep.spec import ExchangeSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from elasticep.client.arena import OpenArena
     from elasticep.client.auto import AnyExchange
     from elasticep.client.exchange import Exchange
@@ -200,6 +203,8 @@ class Session:
         info = self._handle.step_begin(step._announced, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
             self._view = read_view(self._handle, self.config.geometry, info)
+            if "slot_table" in self.__dict__:  # somebody has asked for it
+                self._fill(self.slot_table)
         prompt = any(told & abi.TOKENS_PROMPT for told in info.tokens)
         step._facts = Passed(
             info.step, info.epoch, prompt, info.work, info.settled, self._view.members
@@ -283,6 +288,29 @@ class Session:
         if self._view is None:
             raise UsageError("no step has begun, so this rank has no view yet; enter a step first")
         return self._view
+
+    @cached_property
+    def device(self) -> "torch.device":
+        """Where this rank's memory is, and with it the tensors of exchanges and weights."""
+        import torch
+
+        return torch.device("cpu")
+
+    @cached_property
+    def slot_table(self) -> "torch.Tensor":
+        """Int32 `[layers, slots]` on `device`: the expert in each of this rank's slots in the
+        running view, -1 = empty. The tensor stays; a step that adopts a view changes it.
+        """
+        import torch
+
+        geometry = self.config.geometry
+        table = torch.full((geometry.layers, geometry.slots_per_rank), EMPTY, dtype=torch.int32)
+        if self._view is not None:
+            self._fill(table)
+        return table
+
+    def _fill(self, table: "torch.Tensor") -> None:
+        table.numpy()[:] = self.view.placement[:, self.rank]
 
     def slots(self, layer: int) -> tuple[int, ...]:
         """Logical expert in each local slot of `layer` in the present view, -1 = empty."""
