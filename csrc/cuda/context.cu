@@ -21,7 +21,7 @@ template <class T>
 int epc_context::allocate(T** out, u64 count) {
   void* p = nullptr;
   const u64 bytes = (count ? count : 1) * sizeof(T);
-  EPC_TRY(cudaMalloc(&p, bytes));
+  if (int bad = allocate_on(config.device, bytes, "the tables of a rank", &p)) return bad;
   allocations.push_back(p);
   EPC_TRY(cudaMemset(p, 0, bytes));
   *out = static_cast<T*>(p);

@@ -50,6 +50,16 @@ int region_device(int fd, u32* device) {
   return 0;
 }
 
+int allocate_on(u32 device, u64 bytes, const char* what, void** out) {
+  size_t free_bytes = 0, total_bytes = 0;
+  EPC_TRY(cudaMemGetInfo(&free_bytes, &total_bytes));
+  const cudaError_t made = bytes > free_bytes ? cudaErrorMemoryAllocation : cudaMalloc(out, bytes);
+  if (made != cudaErrorMemoryAllocation) return check(made, "cudaMalloc");
+  cudaGetLastError();
+  return ep::fail(EP_ESHORT, "%s need %llu bytes and device %u has %llu free; lower slots_per_rank or max_tokens, or leave the GPU to fewer processes", what,
+                  static_cast<unsigned long long>(bytes), device, static_cast<unsigned long long>(free_bytes));
+}
+
 RegionMap::~RegionMap() {
   if (!base_) return;
   for (u32 r = 0; r < ranks_; ++r)

@@ -9,6 +9,9 @@ u64 granular(u64 bytes);
 // The device that holds the memory behind this fd, as this process counts devices.
 int region_device(int fd, u32* device);
 
+// Device memory for `what`; EP_ESHORT names the bytes wanted and free. The device is the current one.
+int allocate_on(u32 device, u64 bytes, const char* what, void** out);
+
 // Address space for the regions of all ranks, and what is mapped into it.
 class RegionMap {
  public:

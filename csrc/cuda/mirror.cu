@@ -18,8 +18,8 @@
 using namespace epc;
 
 namespace {
-constexpr u64 kBufferBytes = 8u << 20;  // a copy of so many bytes runs at the link's rate, and is over in a fifth of a millisecond
-constexpr u32 kMostLanes = 4;           // one core copies within the host's memory at a quarter of the rate of a PCIe 5 link
+constexpr u64 kBufferBytes = 8u << 20;          // long enough for the link's rate, and a later view does not wait for more
+constexpr u32 kLeastLanes = 2, kMostLanes = 4;  // one core copies within the host's memory slower than a link carries
 constexpr u32 kTries = 3;
 constexpr u64 kLabelBytes = 128, kRecordBytes = 64, kRecordBody = 56;
 constexpr u32 kLabelTries = 10'000;
@@ -113,20 +113,11 @@ int WeightsMirror::allocate() {
   RelaxedCapture relaxed;
   EPC_TRY(cudaSetDevice(int(device_)));
   device_set_ = true;
-  size_t free_bytes = 0, total_bytes = 0;
-  EPC_TRY(cudaMemGetInfo(&free_bytes, &total_bytes));
   void* at = nullptr;
-  const bool fits = bytes <= free_bytes;
-  const cudaError_t made = fits ? cudaMalloc(&at, bytes) : cudaErrorMemoryAllocation;
-  if (made == cudaErrorMemoryAllocation) {
-    cudaGetLastError();
-    return ep::fail(EP_ESHORT, "the expert weights of rank %u need %llu bytes and device %u has %llu free; lower slots_per_rank, or leave the GPU to this rank",
-                    rank_, wide(bytes), device_, wide(free_bytes));
-  }
-  EPC_TRY(made);
+  if (int bad = allocate_on(device_, bytes, "the expert weights of a rank", &at)) return bad;
   base_ = static_cast<u8*>(at);
   const u32 cores = std::thread::hardware_concurrency();
-  lanes_.resize(std::clamp(cores / 2, 1u, kMostLanes));
+  lanes_.resize(std::clamp(cores / 2, kLeastLanes, kMostLanes));
   for (Lane& lane : lanes_)
     for (u32 i = 0; i < 2; ++i) {
       EPC_TRY(cudaStreamCreateWithFlags(&lane.stream[i], cudaStreamNonBlocking));
