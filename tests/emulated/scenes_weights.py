@@ -178,7 +178,11 @@ def views() -> Any:
         group.put(second)
         graph = emulated_cuda.Graph()
         with graph.capture(group.stream):
-            group.stage(2, 1, [0], second)
+            emulated_cuda.hold_copies(True)
+            group.stage(2, 1, [0], second, wait=False)
+            until(lambda: emulated_cuda.held_copies() >= 3, "two threads to copy")
+            emulated_cuda.hold_copies(False)
+            group.wait_staged(0, 2)
         group.check(second)
         seen.append(group.copied)
         group.step(2)
