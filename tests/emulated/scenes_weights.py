@@ -269,26 +269,31 @@ def overtaken() -> Any:
     """A view comes while the experts of another one are being copied, and needs none of them."""
     with Stage() as group:
         group.open()
-        group.stage(1, 0, [0], group.table)
+        first = moved(group.table, {12: 9})
+        group.put(first)
+        group.stage(1, 0, [0], first)
         group.step(1)
+        group.stage(2, 1, [0], group.table)
+        group.step(2)
         before, _ = group.copied
-        second = moved(group.table, {12: 3, 13: 7, 14: 8, 15: 9})
-        group.put(second)
+        third = moved(group.table, {12: 3, 13: 7, 14: 8, 15: 9})
+        group.put(third)
         emulated_cuda.hold_copies(True)
-        group.stage(2, 1, [0], second, wait=False)
+        group.stage(3, 2, [0], third, wait=False)
         until(lambda: emulated_cuda.held_copies() > 0, "the first slot to be on its way")
-        group.stage(3, 1, [0], group.table, wait=False)
+        group.stage(4, 2, [0], group.table, wait=False)
         group.heard()
         emulated_cuda.hold_copies(False)
-        group.wait_staged(0, 3)
-        said = group.refusal(2)
+        group.wait_staged(0, 4)
+        said = group.refusal(3)
         after, _ = group.copied
-        group.step(3)
-        group.check(group.table)
-        # It is wanted again, and comes whole.
-        group.stage(4, 3, [0], second)
-        group.check(second)
         group.step(4)
+        group.check(group.table)
+        # What lay in a slot whose copy was called off is not there any more.
+        group.put(first)
+        group.stage(5, 4, [0], first)
+        group.check(first)
+        group.step(5)
         group.end()
         return [said, after - before]
 

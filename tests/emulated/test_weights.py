@@ -28,7 +28,7 @@ def test_a_view_is_not_staged_before_its_last_copy_has_run() -> None:
 
 def test_the_copies_of_a_view_that_is_overtaken_are_called_off() -> None:
     said, copied = run(f"{SCENES}:overtaken")
-    assert "view 2 is overtaken by view 3" in said
+    assert "view 3 is overtaken by view 4" in said
     assert copied == 0
 
 
