@@ -6,11 +6,12 @@ namespace epc {
 
 namespace {
 
-__device__ __forceinline__ void announce(const CombineArgs& a, const Now& now) {
-  if (blockIdx.x || threadIdx.x >= now.members) return;
+__device__ __forceinline__ void announce(const CombineArgs& a, const NowReader& reader) {
+  if (blockIdx.x || threadIdx.x >= reader.now.members) return;
   const Domain& d = a.domain;
   fence_system();
-  store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
+  const u64 ready = a.exchange.at.ready + d.me * sizeof(ep::Flag);
+  store_relaxed(reinterpret_cast<u64*>(d.region(reader.now.peer) + ready), reader.tag(a.exchange));
 }
 
 // Everything is summed already: whoever waits for single units of it has them, too.
@@ -40,21 +41,22 @@ template <class Pull>
 __global__ void __launch_bounds__(Pull::kMaxThreads, Pull::kMinBlocks) combine_kernel(const __grid_constant__ CombineArgs a) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Owed owed;
+  __shared__ NowShared shared_now;
   const Exchange& x = a.exchange;
   Pull rows;
   Pull::begin(shared);
   rows.attach(shared);
   // Step, view and number of this exchange stand since its dispatch began, and that had begun before this kernel could.
   // Only `torn` may still change.
-  Now now = read_now(a.domain, x);
+  NowReader reader(a.domain, x, blockIdx.x == 0 && threadIdx.x < a.domain.ranks);
   wait_for_previous_kernel();
   // A step that is torn here has left a cell with everyone: a flag of it does no harm, and a healthy one goes out sooner.
-  if (a.half & kSend) announce(a, now);
-  now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
+  if (a.half & kSend) announce(a, reader);
+  reader.look(a.domain);
+  const Now& now = reader.settle(x, shared_now);
   if (a.half & kSend) announce_units(a, now);
-  const bool torn = __syncthreads_or(now.torn);
   if (a.half & kReceive) count_exchange(a, now);
-  if (torn) return;
+  if (now.torn) return;
   if (!(a.half & kReceive)) return;
   // Part p of every token: small batches spread one row over several blocks.
   const u32 part = blockIdx.x % a.parts, block = blockIdx.x / a.parts, stride = gridDim.x / a.parts;

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kPlaceThreads) place_kernel(const __grid_const
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   u8* own = d.region(d.me);
   const int* ids = reinterpret_cast<const int*>(own + x.at.recv_ids);
   const u32 k = d.topk;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kShareThreads) count_runs_kernel(const __grid_
   __shared__ u32 counts[kPlaceRuns];
   wait_for_previous_kernel();
   const Now now = read_now(a.domain, a.exchange);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   const u32 runs = runs_of(a.domain, a.exchange);
   for (u32 r = threadIdx.x; r < runs; r += blockDim.x) counts[r] = 0;
   __syncthreads();
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kShareThreads) place_share_kernel(const __grid
   __shared__ __align__(16) u16 tile[kTile];
   wait_for_previous_kernel();
   const Now now = read_now(a.domain, a.exchange);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   const u32 runs = runs_of(a.domain, a.exchange), lane = threadIdx.x % 32, warps = blockDim.x / 32;
   for (u32 r = threadIdx.x; r < runs; r += blockDim.x) base[r] = total[r] = 0;
   __syncthreads();
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
   const u32 worker = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, warps = gridDim.x * (blockDim.x / 32);
-  if (__syncthreads_or(now.torn)) return spoil_rows(a, worker, warps);
+  if (now.torn) return spoil_rows(a, worker, warps);
   const int* counts = a.totals;
   run_offsets(d, x, counts, offsets);
   if (!runs_fit(a, counts, offsets, blockIdx.x == 0)) return;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(512) reduce_fp8_kernel(const __grid_constant__
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   u8* own = d.region(d.me);
   const u32 lane = threadIdx.x % 32, pieces = (d.hidden + 511) / 512, warps = gridDim.x * (blockDim.x / 32);
   for (u32 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < d.ranks * x.cap * pieces; item += warps) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(512) quantise_kernel(const __grid_constant__ E
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   u8* own = d.region(d.me);
   const u32 lane = threadIdx.x % 32, k = d.topk, warps = gridDim.x * (blockDim.x / 32);
   const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn)) return;
+  if (now.torn) return;
   const u32 vectors = u32(x.at.y_row_bytes / 16);
   const u32 warps = gridDim.x * (blockDim.x / 32);
   const u32 parts = (vectors + kReduceVectors - 1) / kReduceVectors;

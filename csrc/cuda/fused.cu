@@ -176,6 +176,7 @@ struct Sum {
 
 // Rows that are summed here, in shared memory: those of other homes, and behind all of theirs the own ones.
 struct SumShared {
+  NowShared now;
   Owed owed;
   u32 others, own;
 };
@@ -282,10 +283,11 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_combine_kernel(const _
   __shared__ SumShared s;
   const CombineArgs& a = p.combine;
   const Exchange& x = a.exchange;
-  Now now = read_now(a.domain, x);  // as in combine_kernel
+  NowReader reader(a.domain, x);  // as in combine_kernel
   wait_for_previous_kernel();
-  now.torn = *reinterpret_cast<const volatile u32*>(&a.domain.state->torn);
-  __syncthreads();
+  reader.look(a.domain);
+  reader.number(x, s.now);
+  const Now& now = reader.now;
   count_exchange(a, now);
   const u32 units = x.gpu.sum_chunks * x.gpu.sum_parts;
   Sum* sums = reinterpret_cast<Sum*>(shared);

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_and_expand_kernel(const __gr
   BulkRows::begin(shared);
   wait_for_previous_kernel();
   const Now now = read_now(p.dispatch.domain, p.dispatch.exchange);
-  if (__syncthreads_or(now.torn)) {
+  if (now.torn) {
     const u32 warps = blockDim.x / 32, block = blockIdx.x - p.pushers;
     if (blockIdx.x >= p.pushers) spoil_rows(p.expand, block * warps + threadIdx.x / 32, (gridDim.x - p.pushers) * warps);
     return;
@@ -150,9 +150,8 @@ __global__ void __launch_bounds__(kThreads, 1) reduce_and_pull_kernel(const __gr
   BulkPull<Element>::begin(shared);
   wait_for_previous_kernel();
   const Now now = read_now(p.combine.domain, p.combine.exchange);
-  const bool torn = __syncthreads_or(now.torn);
   count_exchange(p.combine, now);
-  if (torn) return;
+  if (now.torn) return;
   if (blockIdx.x < p.pullers)
     pull_chunks<Element>(p, now, shared, owed);
   else

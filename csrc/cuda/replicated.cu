@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) replicated_kernel(const __grid_const
   const Copies* map = d.active + u64(a.layer) * d.experts;
   wait_for_previous_kernel();
   const Now now = read_now(d, x);
-  if (__syncthreads_or(now.torn || out_of_numbers(a, now))) return;
+  if (now.torn || out_of_numbers(a, now)) return;
   const u32 warps = gridDim.x * (blockDim.x / 32);
   if (a.half & kSend) {
     if (blockIdx.x == 0 && threadIdx.x == 0) d.state->opened[x.channel] = now.sequence + 1;

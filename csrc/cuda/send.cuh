@@ -9,6 +9,7 @@ namespace epc {
 constexpr u32 kMapEntries = 1024;
 
 struct SendShared {
+  NowShared now;
   ChunkTargets targets;
   int4 map[kMapEntries];
 };
@@ -171,6 +172,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
   Chunk c = chunk_of(blockIdx.x, x.gpu.chunks, rows);
   const Copies* map = d.active + u64(a.layer) * d.experts;
   wait_for_previous_kernel();
+  NowReader reader(d, x);
   AheadRows ahead;
   if (a.half & kSend) {
     ahead.fetch(a, c);
@@ -180,8 +182,8 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
       map = reinterpret_cast<const Copies*>(s.map);
     }
   }
-  now = read_now(d, x);
-  if (__syncthreads_or(now.torn || out_of_numbers(a, now))) {
+  now = reader.settle(x, s.now);
+  if (now.torn || out_of_numbers(a, now)) {
     payload.abandon();
     return false;
   }

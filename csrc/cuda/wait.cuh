@@ -11,25 +11,62 @@ namespace epc {
 
 constexpr u32 kPollsPerCheck = 256;  // about 0.2 ms between looks at the slow words
 
-// This kernel's place in time, read once per thread.
+// This kernel's place in time.
 struct Now {
   u64 step, epoch, tag;
   u32 torn, bank, members, sequence;
   u32 peer;  // the member that this thread speaks to, when its index is below `members`
 };
 
+struct NowShared {
+  u32 torn, sequence;
+};
+
+// How a block learns it. What changes between the kernels of a step is read by one thread for all of them, past L1. If every warp
+// asked, a grid's thousands of requests for one line would queue up at one slice of L2, and the last of them might be answered
+// after the exchange has been counted: a rank then spoke with the number of the next one. Behind the barrier no such load is under
+// way. In two parts, so that other loads can be under way with these.
+struct NowReader {
+  Now now;
+  u32 torn = 0, sequence = 0;
+
+  // asks: threads that need the number before the block has met, besides the first.
+  __device__ __forceinline__ explicit NowReader(const Domain& d, const Exchange& x, bool asks = false) {
+    const State* s = d.state;
+    if (asks || threadIdx.x == 0) sequence = *reinterpret_cast<const volatile u32*>(&s->sequence[x.channel]);
+    look(d);
+    now.step = s->step;
+    now.epoch = s->epoch;
+    now.bank = s->bank;
+    now.members = s->members;
+    now.peer = s->member[threadIdx.x % kMaxRanks];
+  }
+  // Whether the step is torn by now; also again, by a kernel that began before the one before it had ended.
+  __device__ __forceinline__ void look(const Domain& d) {
+    if (threadIdx.x == 0) torn = *reinterpret_cast<const volatile u32*>(&d.state->torn);
+  }
+  __device__ __forceinline__ u64 tag(const Exchange& x) const { return ep::make_tag(now.step, now.epoch, sequence + 1, x.index); }
+  // The block meets: everything of `now` stands but `torn`, which only the first thread need have yet.
+  __device__ __forceinline__ void number(const Exchange& x, NowShared& s) {
+    if (threadIdx.x == 0) s.sequence = sequence;
+    __syncthreads();
+    now.sequence = sequence = s.sequence;
+    now.tag = tag(x);
+    now.torn = torn;
+  }
+  // The block meets: all of it stands.
+  __device__ __forceinline__ const Now& settle(const Exchange& x, NowShared& s) {
+    if (threadIdx.x == 0) s.torn = torn;
+    number(x, s);
+    now.torn = s.torn;
+    return now;
+  }
+};
+
+// A block's first look at a step.
 __device__ __forceinline__ Now read_now(const Domain& d, const Exchange& x) {
-  const State* s = d.state;
-  Now n;
-  n.step = s->step;
-  n.epoch = s->epoch;
-  n.torn = *reinterpret_cast<const volatile u32*>(&s->torn);
-  n.bank = s->bank;
-  n.members = s->members;
-  n.peer = s->member[threadIdx.x % kMaxRanks];
-  n.sequence = *reinterpret_cast<const volatile u32*>(&s->sequence[x.channel]);
-  n.tag = ep::make_tag(n.step, n.epoch, n.sequence + 1, x.index);
-  return n;
+  __shared__ NowShared s;
+  return NowReader(d, x).settle(x, s);
 }
 
 // A flag that this exchange can never turn into `want`: its writer is in a later step, in this step under another
