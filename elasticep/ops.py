@@ -35,6 +35,12 @@ def _library() -> ctypes.CDLL:
 _library()
 
 
+@functools.cache
+def _raising() -> ctypes.PyDLL:
+    """The same library for a function that raises: it is called with the interpreter's lock."""
+    return bind(ctypes.PyDLL(str(library_path(OPS_NAME)), mode=ctypes.RTLD_LOCAL))
+
+
 def _fake_dispatch(
     rows: torch.Tensor,
     scales: torch.Tensor | None,
@@ -91,3 +97,12 @@ def take(key: int, taken: Taken, tokens: "ctypes.Array[ctypes.c_int32]") -> bool
         tokens: [channels * layers], filled with the tokens of the last dispatch of each, -1 = none.
     """
     return bool(_library().ept_exchange_take(key, ctypes.byref(taken), tokens))
+
+
+def raised(key: int) -> BaseException | None:
+    """What a handler of a signal raised while an operator of an exchange waited, once."""
+    try:
+        _raising().ept_exchange_raise(key)
+    except BaseException as error:
+        return error
+    return None

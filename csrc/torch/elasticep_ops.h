@@ -13,11 +13,22 @@ extern "C" {
 enum { EPT_ABI_VERSION = 2, EPT_NAME = 64, EPT_TEXT = 512 };
 enum ept_plane { EPT_CPU = 1, EPT_CUDA = 2 };
 
+/* Of the interpreter: PyGILState_Ensure and _Release, PyErr_CheckSignals, _Fetch and _Restore, Py_DecRef. */
+typedef struct ept_python {
+  int (*ensure)(void);
+  void (*release)(int state);
+  int (*check_signals)(void);
+  void (*fetch)(void** kind, void** error, void** trace);
+  void (*restore)(void* kind, void* error, void* trace);
+  void (*drop)(void* object);
+} ept_python;
+
 typedef struct ept_cpu_calls {
   int (*send)(ep_session*, uint32_t, uint32_t, uint32_t, const ep_rows*, const void*, uint32_t, const float*, uint32_t);
   int (*receive)(ep_session*, uint32_t, uint32_t, ep_received*, uint8_t*);
   int (*combine)(ep_session*, uint32_t, uint32_t, void*, uint32_t);
   const char* (*last_error)(void);
+  const ept_python* python; /* copied; NULL: handlers of signals run when an operator has ended */
 } ept_cpu_calls;
 
 typedef struct ept_cuda_calls {
@@ -53,13 +64,17 @@ typedef struct ept_taken {
 } ept_taken;
 
 EP_API uint32_t ept_abi_version(void);
-EP_API uint64_t ept_struct_size(const char* name); /* "exchange", "taken", "cpu_calls", "cuda_calls"; 0 if unknown */
+EP_API uint64_t ept_struct_size(const char* name); /* "exchange", "taken", "cpu_calls", "cuda_calls", "python"; 0 if unknown */
 /* The number that operators know it by, > 0. Negative: what received_of returned. */
 EP_API int64_t ept_exchange_open(const ept_exchange* exchange);
 EP_API void ept_exchange_close(int64_t key);
 /* 1 and *out, if operators ran; 0: none did, or nobody has this number. tokens [channels][layers]: of the last dispatch of
  * each, -1 = none. */
 EP_API int ept_exchange_take(int64_t key, ept_taken* out, int32_t* tokens);
+
+/* For a caller that holds the interpreter's lock: raises there what a handler of a signal raised while an operator of this
+ * exchange waited, which then ended with EP_EINTR. 0: nothing. */
+EP_API int ept_exchange_raise(int64_t key);
 
 #ifdef __cplusplus
 }

@@ -99,6 +99,7 @@ Channel& channel_of(Target& t, int64_t channel) {
 
 void run(Target& t, int code) {
   if (code >= 0) return;
+  if (code == EP_EINTR) ept::refuse(t, code, "a handler of a signal raised while exchange '" + std::string(t.spec.name) + "' was waited for");
   const char* const text = t.plane->last_error();
   ept::refuse(t, code, text && *text ? text : "error " + std::to_string(code));
 }

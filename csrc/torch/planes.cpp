@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "signals.h"
+
 namespace ept {
 
 namespace {
@@ -28,14 +30,6 @@ Landing landing_of(const Received& r) {
   return l;
 }
 
-template <class Call>
-int again(Call&& call) {
-  int status;
-  while ((status = call()) == EP_EINTR) {
-  }
-  return status;
-}
-
 struct Source {
   uint64_t tag;
   uint32_t tokens, layer;
@@ -47,12 +41,12 @@ static_assert(sizeof(Source) == kSourceBytes, "as GPUs have it in their regions"
 class Cpu final : public Plane {
  public:
   explicit Cpu(const ept_exchange& spec)
-      : session_(static_cast<ep_session*>(spec.rank)), number_(spec.number), calls_(*static_cast<const ept_cpu_calls*>(spec.calls)), sources_(spec.ranks) {}
+      : session_(static_cast<ep_session*>(spec.rank)), number_(spec.number), calls_(*static_cast<const ept_cpu_calls*>(spec.calls)), signals_(calls_.python),
+        sources_(spec.ranks) {}
 
   int dispatch(const Input& in, Channel& channel) override {
     const ep_rows rows{in.x, in.scales, in.x_dtype, in.global_scale};
     if (int bad = calls_.send(session_, number_, in.channel, in.layer, &rows, in.ids, in.ids_bytes, in.weights, in.tokens)) return bad;
-    // Handlers of signals cannot run inside an operator: they wait until it has ended.
     if (int bad = again([&] { return calls_.receive(session_, number_, in.channel, &received_, in.lost); })) return bad;
     channel.landing = landing_of(received_);
     for (size_t r = 0; r < sources_.size(); ++r) sources_[r] = {0, received_.tokens[r], in.layer, received_.global_scale[r], {}};
@@ -65,11 +59,22 @@ class Cpu final : public Plane {
   }
 
   const char* last_error() const override { return calls_.last_error(); }
+  bool raise() override { return signals_.raise(); }
 
  private:
+  // Until it is answered, or a handler of a signal has raised.
+  template <class Call>
+  int again(Call&& call) {
+    int status;
+    while ((status = call()) == EP_EINTR)
+      if (signals_.raised()) break;
+    return status;
+  }
+
   ep_session* session_;
   uint32_t number_;
   ept_cpu_calls calls_;
+  Signals signals_;
   ep_received received_{};
   std::vector<Source> sources_;
 };

@@ -58,7 +58,8 @@ uint64_t ept_struct_size(const char* name) {
   } sizes[] = {{"exchange", sizeof(ept_exchange)},
                {"taken", sizeof(ept_taken)},
                {"cpu_calls", sizeof(ept_cpu_calls)},
-               {"cuda_calls", sizeof(ept_cuda_calls)}};
+               {"cuda_calls", sizeof(ept_cuda_calls)},
+               {"python", sizeof(ept_python)}};
   for (const auto& s : sizes)
     if (!strcmp(name, s.name)) return s.size;
   return 0;
@@ -101,4 +102,9 @@ int ept_exchange_take(int64_t key, ept_taken* out, int32_t* tokens) {
   target->code = 0;
   target->text.clear();
   return 1;
+}
+
+int ept_exchange_raise(int64_t key) {
+  const auto target = ept::look_up(key);
+  return target && target->plane->raise();
 }

@@ -33,13 +33,16 @@ struct Channel {
   Landing landing;
 };
 
-// The calls of one plane. They return 0 or a negative code, whose sentence is in last_error().
+// The calls of one plane. They return 0 or a negative code, whose sentence is in last_error(). EP_EINTR: a handler of a signal
+// raised, and the call is given up.
 class Plane {
  public:
   virtual ~Plane() = default;
   virtual int dispatch(const Input& input, Channel& channel) = 0;
   virtual int combine(uint32_t number, const Channel& channel, void* out, uint32_t out_dtype) = 0;
   virtual const char* last_error() const = 0;
+  // Raises in Python what a handler of a signal raised; see Signals.
+  virtual bool raise() { return false; }
 };
 
 struct Target {

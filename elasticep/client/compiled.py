@@ -71,7 +71,8 @@ class Operators:
 
         Returns:
             The error with which its block ends: `error`, but an operator's RuntimeError as what an
-            eager call would have raised.
+            eager call would have raised. What a handler of a signal raised comes first, also if the
+            engine has taken that RuntimeError in: it could not know.
         """
         if not ops.take(self.key, self._taken, self._tokens):
             return error
@@ -82,6 +83,10 @@ class Operators:
         for channel in range(exchange.spec.channels):
             if self._taken.open >> channel & 1:
                 step._open_exchanges.add((exchange._number, channel))
+        if self._taken.code == abi.Error.EINTR:
+            raised = ops.raised(self.key)
+            if raised is not None:
+                return raised
         text = self._taken.text.decode("utf-8", "replace")
         if not self._taken.code or not isinstance(error, RuntimeError) or text not in str(error):
             return error

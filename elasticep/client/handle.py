@@ -269,6 +269,7 @@ class NativeHandle:
             receive=address_of(api.ep_dispatch_recv),
             combine=address_of(api.ep_combine),
             last_error=address_of(api.ep_last_error),
+            python=ctypes.pointer(operators.interpreter()),
         )
         session = 0 if self._session is None else self._session.value or 0
         return operators.Rank(operators.Plane.CPU, session, calls)

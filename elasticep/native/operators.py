@@ -4,6 +4,7 @@ This module imports no torch: `elasticep.ops` loads the library.
 """
 
 import ctypes
+import functools
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -19,7 +20,7 @@ from ctypes import (
 )
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from elasticep.errors import NativeError
 
@@ -37,15 +38,30 @@ class Plane(IntEnum):
     CUDA = 2
 
 
+class Python(Structure):
+    """`ept_python`: functions of this interpreter, all of its stable ABI, with which an operator
+    that waits runs handlers of signals."""
+
+    _fields_ = (
+        ("ensure", c_void_p),
+        ("release", c_void_p),
+        ("check_signals", c_void_p),
+        ("fetch", c_void_p),
+        ("restore", c_void_p),
+        ("drop", c_void_p),
+    )
+
+
 class CpuCalls(Structure):
     """`ept_cpu_calls`: addresses of `ep_dispatch_send_rows`, `ep_dispatch_recv`, `ep_combine` and
-    `ep_last_error`."""
+    `ep_last_error`, and the interpreter's functions."""
 
     _fields_ = (
         ("send", c_void_p),
         ("receive", c_void_p),
         ("combine", c_void_p),
         ("last_error", c_void_p),
+        ("python", POINTER(Python)),
     )
 
 
@@ -97,11 +113,14 @@ class Taken(Structure):
     text: bytes
 
 
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
 _SIZED: Final[dict[str, type[Structure]]] = {
     "exchange": ExchangeSpec,
     "taken": Taken,
     "cpu_calls": CpuCalls,
     "cuda_calls": CudaCalls,
+    "python": Python,
 }
 
 
@@ -111,6 +130,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ept_exchange_open": (c_int64, (POINTER(ExchangeSpec),)),
     "ept_exchange_close": (None, (c_int64,)),
     "ept_exchange_take": (c_int, (c_int64, POINTER(Taken), POINTER(c_int32))),
+    "ept_exchange_raise": (c_int, (c_int64,)),
 }
 
 
@@ -133,12 +153,22 @@ class Rank:
     sms: c_uint32 | None = None
 
 
+@functools.cache
+def interpreter() -> Python:
+    """This interpreter's functions."""
+    names = (
+        *("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals"),
+        *("PyErr_Fetch", "PyErr_Restore", "Py_DecRef"),
+    )
+    return Python(*(address_of(getattr(ctypes.pythonapi, name)) for name in names))
+
+
 def address_of(function: Any) -> int:
     """Address of a C function of a loaded library."""
     return ctypes.cast(function, c_void_p).value or 0
 
 
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
+def bind(library: _Library) -> _Library:
     """Set every prototype of the operators' library and compare version and struct sizes.
 
     Raises:

@@ -5,9 +5,10 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -257,6 +258,91 @@ def test_a_step_does_not_count_whose_combine_was_given_up(pair: Pair) -> None:
             until(lambda: bool(results), "the peer has all it waits for")
         assert not step.complete
     pair.both_step()
+
+
+def compiled(pair: Pair) -> Callable[[Any, Any, Any], Any]:
+    """The exchange of rank 0 as one graph, whose experts pass their rows on."""
+    exchange = pair.mine.exchange("decode")
+
+    def model(x: Any, ids: Any, weights: Any) -> Any:
+        recv = exchange.dispatch(0, x, ids, weights)
+        recv.out.copy_(recv.rows * recv.weights.sum(1, keepdim=True))
+        return exchange.combine(0, recv)
+
+    pair.both_step()  # the tensors come with it
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="outside a step"):
+        whole(*BATCH)
+    return whole
+
+
+BATCH: Final = (
+    torch.ones((TOKENS, HIDDEN)),
+    torch.tensor([[0, 3]] * TOKENS),
+    torch.full((TOKENS, TOPK), 0.5),
+)
+
+
+@pytest.mark.parametrize(("half", "phase"), [("dispatch", IN_DISPATCH), ("combine", IN_COMBINE)])
+def test_a_handler_that_raises_in_a_compiled_exchange_tears_the_step_for_all(
+    pair: Pair, half: str, phase: int
+) -> None:
+    model, left = compiled(pair), threading.Event()
+    results: list[bool] = []
+
+    def hold(now: str) -> None:
+        if now == half:
+            interrupt_at(pair, phase)
+            assert left.wait(60.0)
+
+    for swallows in (False, True):
+        left.clear()
+        results.clear()
+        began = time.monotonic()
+        takes_in = pytest.raises(RuntimeError, match="a handler of a signal raised")
+        with handled(stop), meanwhile(lambda: results.append(pair.step(pair.peer, hold))):
+            try:
+                with (
+                    pytest.raises(Stop) as caught,
+                    pair.mine.step(TOKENS),
+                    takes_in if swallows else nullcontext(),
+                ):
+                    model(*BATCH)
+            finally:
+                left.set()
+        assert time.monotonic() - began < SOON_S
+        assert results == [False]
+        assert not hasattr(caught.value, "__notes__")
+        assert any(
+            frame.name == "stop" for frame in traceback.extract_tb(caught.value.__traceback__)
+        )
+    pair.both_step()
+
+
+@pytest.mark.parametrize(("half", "phase"), [("dispatch", IN_DISPATCH), ("combine", IN_COMBINE)])
+def test_a_handler_that_returns_leaves_a_compiled_exchange_as_it_was(
+    pair: Pair, half: str, phase: int
+) -> None:
+    model = compiled(pair)
+    seen: list[int] = []
+    results: list[bool] = []
+    torn = [session.status().torn_steps for session in (pair.mine, pair.peer)]
+
+    def hold(now: str) -> None:
+        for count in range(1, 4 if now == half else 1):
+            interrupt_at(pair, phase)
+            ran(seen, count)  # while the operator waits
+
+    with (
+        handled(lambda: seen.append(1)),
+        meanwhile(lambda: results.append(pair.step(pair.peer, hold))),
+    ):
+        with pair.mine.step(TOKENS) as step:
+            out = model(*BATCH)
+        results.append(bool(step.complete) and torch.equal(out, BATCH[0]))
+    assert results == [True, True]
+    assert len(seen) == 3
+    assert [session.status().torn_steps for session in (pair.mine, pair.peer)] == torn
 
 
 def test_a_worker_that_answers_nothing_is_given_up_in_its_time() -> None:

@@ -5,7 +5,7 @@ with what the eager path hands to the same functions.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,7 @@ class Core:
     def __init__(self, memory: Memory) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answers = {"send": 0, "receive": 0, "combine": 0}
+        self.before_receive: Callable[[], int] | None = None
         self._u32, self._at = ctypes.c_uint32, ctypes.c_void_p
         u, p = self._u32, self._at
 
@@ -66,7 +67,7 @@ class Core:
         def receive(session: int, exchange: int, channel: int, out: int, lost: int) -> int:
             self.calls.append(("receive", exchange, channel, lost))
             memory.fill(ctypes.cast(out, ctypes.POINTER(abi.Received)).contents)
-            return self.answers["receive"]
+            return self.before_receive() if self.before_receive else self.answers["receive"]
 
         def combine(session: int, exchange: int, channel: int, out: int, dtype: int) -> int:
             self.calls.append(("combine", exchange, channel, out, dtype))
@@ -81,7 +82,9 @@ class Core:
         self._text = ctypes.create_string_buffer(b"a sentence of the core")
         address = operators.address_of
         send_at, receive_at, combine_at, error_at = map(address, self._held)
-        calls = operators.CpuCalls(send_at, receive_at, combine_at, error_at)
+        calls = operators.CpuCalls(
+            send_at, receive_at, combine_at, error_at, ctypes.pointer(operators.interpreter())
+        )
         self.rank = operators.Rank(operators.Plane.CPU, 1, calls)
 
 
@@ -173,6 +176,21 @@ def test_what_the_core_is_called_with(
     assert sent[8:] == (4, weights.data_ptr() or None, tokens)
     assert received == ("receive", 0, 1, memory.lost.data_ptr() if tokens else None)
     assert combined == ("combine", 0, 1, out.data_ptr() or None, abi.Dtype.BF16)
+
+
+def test_a_wait_that_comes_back_for_signals_goes_on(
+    memory: Memory, core: Core, target: Target
+) -> None:
+    """Nothing is raised where none came, nor kept for later."""
+    from elasticep import ops
+
+    answers = [int(abi.Error.EINTR)] * 3
+    real = core.answers["receive"]
+    core.before_receive = lambda: answers.pop() if answers else real
+    dispatch(memory, target.key, batch())
+    assert [call[0] for call in core.calls] == ["send", *["receive"] * 4]
+    assert ops.raised(target.key) is None
+    assert ops.raised(0) is None
 
 
 def test_tensors_that_are_not_the_exchange_s_own_are_copied(
