@@ -86,7 +86,7 @@ class ExchangeMoE(nn.Module):
         rows, picks = (recv.ids >= 0).nonzero(as_tuple=True)
         local = recv.ids[rows, picks]
         per_rank = recv.out.dim() == 2  # else an output for each choice
-        total = torch.zeros(recv.out.shape if per_rank else (0,))
+        total = torch.zeros(recv.out.shape if per_rank else (0,), device=recv.out.device)
         for slot in local.unique().tolist():
             mine = local == slot
             row, pick = rows[mine], picks[mine]
@@ -136,10 +136,10 @@ class MoELayers:
 
     def idle(self) -> None:
         """Take part in one forward pass without tokens: serve the experts that lie here."""
-        geometry = self.session.config.geometry
-        x = torch.empty((0, geometry.hidden), dtype=self.dtype)
-        ids = torch.empty((0, geometry.topk), dtype=torch.int64)
-        weights = torch.empty((0, geometry.topk))
+        geometry, device = self.session.config.geometry, self.session.device
+        x = torch.empty((0, geometry.hidden), dtype=self.dtype, device=device)
+        ids = torch.empty((0, geometry.topk), dtype=torch.int64, device=device)
+        weights = torch.empty((0, geometry.topk), device=device)
         for block in self.blocks:
             block.exchange(x, ids, weights)
 

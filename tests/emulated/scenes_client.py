@@ -18,7 +18,7 @@ from elasticep.testing import emulated_cuda
 from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, equal_weights, spread
 
-RANKS, LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 2, 8, 3, 256, 8
+RANKS, LAYERS, EXPERTS, TOPK, HIDDEN, CAP = 2, 2, 8, 3, 512, 8
 TOKENS: Final = (5, 2)
 FP32: Final[dict[str, Any]] = {
     "dispatch_dtype": "fp32", "combine_dtype": "fp32", "max_tokens": CAP,
@@ -32,6 +32,21 @@ EXCHANGES: Final = {
     "prefill": ExchangeSpec.preset("EXPAND_SYNC", **FP32),
     "small": ExchangeSpec.preset("ROUTED", **{**FP32, "dispatch_dtype": "nvfp4"}),
     "alike": ExchangeSpec.preset("ALLGATHER", replicated_input=True, **FP32),
+}
+
+
+FORMATS: Final = {
+    name: ExchangeSpec.preset(preset, **{**FP32, **changes})
+    for name, preset, changes in (
+        ("fp8", "EXPAND", {"dispatch_dtype": "fp8"}),
+        ("columns", "EXPAND", {"dispatch_dtype": "fp8", "scale_layout": "columns"}),
+        ("packed", "EXPAND_SYNC", {"dispatch_dtype": "fp8", "scale_layout": "packed"}),
+        ("mxfp8", "EXPAND_SYNC", {"dispatch_dtype": "mxfp8", "scale_layout": "packed"}),
+        ("exact", "NORMAL", {"dispatch_dtype": "mxfp8"}),
+        ("sums", "ROUTED", {"combine_dtype": "fp8"}),
+        ("sums-by-expert", "LOW_LATENCY", {"combine_dtype": "fp8"}),
+        ("half", "ROUTED", {"dispatch_dtype": "bf16", "combine_dtype": "bf16"}),
+    )
 }
 
 
@@ -73,23 +88,23 @@ class EmulatedGroup(LocalGroup):
         return native.create_region(self.geometry, self._made - 1)
 
 
-def config(device: Device) -> GroupConfig:
+def config(device: Device, specs: dict[str, ExchangeSpec]) -> GroupConfig:
     return GroupConfig(
         name="both",
         geometry=GroupGeometry(
             layers=LAYERS, experts=EXPERTS, topk=TOPK, hidden=HIDDEN,
             slots_per_rank=EXPERTS, max_ranks=RANKS,
         ),
-        exchanges=tuple(EXCHANGES.items()),
+        exchanges=tuple(specs.items()),
         initial_ranks=RANKS,
         device=device,
         launch=Launch.INLINE,
     )  # fmt: skip
 
 
-def sessions_of(device: Device) -> tuple[LocalGroup, list[Any]]:
+def sessions_of(device: Device, specs: dict[str, ExchangeSpec]) -> tuple[LocalGroup, list[Any]]:
     """A group and the sessions of its ranks, whose first view is staged."""
-    setup = config(device)
+    setup = config(device, specs)
     geometry = geometry_struct(setup)
     sessions: list[Any] = []
     group: LocalGroup
@@ -145,18 +160,20 @@ def told(recv: Received, spec: ExchangeSpec) -> dict[str, Any]:
     return found
 
 
-def exchanges(session: Session) -> dict[str, dict[str, Any]]:
+def exchanges(session: Session, specs: dict[str, ExchangeSpec]) -> dict[str, dict[str, Any]]:
     """One step of all exchanges: what each dispatch and combine gave, by exchange and layer."""
     if isinstance(session, CudaSession):
         emulated_cuda.set_device(session.rank)
     found = {}
     with session.step(max(TOKENS)) as step:
-        for name, spec in EXCHANGES.items():
+        for name, spec in specs.items():
             exchange: Any = session.exchange(name)
             for layer in range(LAYERS):
-                tensors = batch(session.rank, layer, spec.replicated_input)
+                x, ids, weights = batch(session.rank, layer, spec.replicated_input)
+                if spec.dispatch_dtype.value == "bf16":
+                    x = x.bfloat16()
                 scale = 0.5 if name == "small" else 1.0
-                recv = exchange.dispatch(layer, *tensors, global_scale=scale)
+                recv = exchange.dispatch(layer, x, ids, weights, global_scale=scale)
                 all_of = found[f"{name} {layer}"] = told(recv, spec)
                 recv.out.zero_()
                 if name == "each":
@@ -175,12 +192,13 @@ def same(field: str, here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.dtype == there.dtype and torch.allclose(here, there, 1e-5, 1e-5)
 
 
-def parity() -> list[str]:
+def parity(formats: bool) -> list[str]:
     """Where the two planes differ, in words."""
+    specs = FORMATS if formats else EXCHANGES
     both: list[list[dict[str, dict[str, Any]]]] = []
     for device in (Device.CPU, Device.CUDA):
-        group, sessions = sessions_of(device)
-        both.append(on_all(sessions, exchanges))
+        group, sessions = sessions_of(device, specs)
+        both.append(on_all(sessions, lambda session: exchanges(session, specs)))
         for session in sessions:
             session.detach()
         group.close()
@@ -195,7 +213,7 @@ def parity() -> list[str]:
 
 def torn() -> list[list[int]]:
     """Counts and those of the ids, in a step that is torn before its dispatch and one after it."""
-    group, sessions = sessions_of(Device.CUDA)
+    group, sessions = sessions_of(Device.CUDA, EXCHANGES)
 
     def steps(session: CudaSession) -> list[list[int]]:
         emulated_cuda.set_device(session.rank)

@@ -1,13 +1,18 @@
 """What a dispatch on an emulated GPU gives an engine, beside what the CPU plane gives."""
 
+import pytest
+
 from tests.emulated.stand import run
 
 SCENES = "tests.emulated.scenes_client"
 
 
-def test_what_is_received_is_the_same_on_both_planes() -> None:
-    """Field by field and to the bit, in every layout: counts and tokens of all sources, too."""
-    assert run(f"{SCENES}:parity") == []
+@pytest.mark.parametrize("formats", [False, True])
+def test_what_is_received_is_the_same_on_both_planes(formats: bool) -> None:
+    """Field by field and to the bit, in every layout and format: counts and what the sources say,
+    too.
+    """
+    assert run(f"{SCENES}:parity", formats=formats) == []
 
 
 def test_counts_agree_with_the_ids_in_torn_steps_too() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ pytest.importorskip("transformers")
 
 from elasticep.demo.model import Decoder, build_model  # noqa: E402
 from elasticep.engines.transformers import (  # noqa: E402
+    ExchangeMoE,
     MoELayers,
     load_without_experts,
     replace_moe_blocks,
@@ -239,3 +241,37 @@ def test_group_of_another_model_is_refused(stack: ExitStack, model: Any) -> None
         replace_moe_blocks(wider, sessions[0])
     with pytest.raises(SpecError, match="Linear has no MoE block that this adapter knows"):
         replace_moe_blocks(torch.nn.Linear(2, 2), sessions[0])
+
+
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_tensors_are_made_where_the_rank_s_memory_is(per_rank: bool) -> None:
+    """On the `meta` device here, which no tensor that is made without one is on."""
+    meta = torch.device("meta")
+    brought: list[Any] = []
+    hidden, topk = SIZES.hidden, SIZES.topk
+
+    class Exchange:
+        def dispatch(self, layer: int, *tensors: Any) -> Any:
+            brought.extend(tensors)
+            out = (0, hidden) if per_rank else (0, topk, hidden)
+            return SimpleNamespace(
+                ids=torch.empty((0, topk), dtype=torch.int32),
+                weights=torch.empty((0, topk)),
+                rows=torch.empty((0, hidden)),
+                out=torch.empty(out, device=meta),
+            )
+
+        def combine(self, layer: int, recv: Any) -> Any:
+            return brought[0]
+
+    geometry = SimpleNamespace(hidden=hidden, topk=topk)
+    session: Any = SimpleNamespace(
+        device=meta, config=SimpleNamespace(geometry=geometry, weights=None), slots=lambda layer: ()
+    )
+    exchange: Any = Exchange()
+    layers = MoELayers(session, exchange, rowwise=False, dtype=torch.float32)
+    block = torch.nn.Module()
+    block.gate = block.experts = None
+    layers.blocks = [ExchangeMoE(block, 0, layers)]
+    layers.idle()
+    assert [tensor.device for tensor in brought] == [meta] * 3
