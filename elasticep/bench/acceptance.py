@@ -119,6 +119,7 @@ def _correct(out: Path) -> list[Batch]:
         "exchange": (exchange, "-k", "not test_every_preset_format_and_size and not sanitizer"),
         "formats": (f"{TESTS}/test_formats.py",),
         "client": (f"{TESTS}/test_client.py", "-k", "not case_04"),
+        "weights": (f"{TESTS}/test_weights.py",),
     }
     return [Batch("correct", n, (_pytest(n, out, *s),), junit(n)) for n, s in chosen.items()]
 
