@@ -122,7 +122,7 @@ class CudaReceivedTensors:
             same.scales,
             same.ids,
             same.weights,
-            same._counts if self._spec.by_expert else Once(self._counted),
+            same._counts if self._spec.by_expert else self._later(same.ids),
             same.offsets,
             same.places,
             same.row_slots,
@@ -142,6 +142,9 @@ class CudaReceivedTensors:
         self._handle.count_slots(self._number, self._channel, self._counts.data_ptr())
         return self._counts
 
+    def _later(self, ids: torch.Tensor) -> Once:
+        return Once(self._counted, partial(slot_counts, ids, self._counts.shape[0]))
+
     def _cut(self, full: Received) -> Received:
         counts = self._handle.counts(self._number, self._channel)
         if counts.torn:
@@ -150,11 +153,13 @@ class CudaReceivedTensors:
             return replace(full, arrived=int(counts.arrived))
         rows = int(counts.rows)
         sent = self._spec.layout is Layout.ARRIVAL  # ids go with the rows
+        ids = full.ids[:rows] if sent else full.ids
         return replace(
             full,
             rows=full.rows[:rows],
             scales=None if full.scales is None else full.scales[:rows],
-            ids=full.ids[:rows] if sent else full.ids,
+            ids=ids,
+            _counts=self._later(ids) if sent else full._counts,
             weights=full.weights[:rows] if sent else full.weights,
             row_slots=None if full.row_slots is None else full.row_slots[:rows],
             out=full.out[:rows],

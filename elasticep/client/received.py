@@ -39,16 +39,23 @@ class Once:
 
     Args:
         make: gives it; on a GPU by kernels on the stream that is current then.
+        traced: the same in operations that a compiler knows, for code that it traces; None: `make`
+            has no others.
     """
 
-    __slots__ = ("_made", "_make")
+    __slots__ = ("_made", "_make", "_traced")
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self, make: Callable[[], torch.Tensor], traced: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         self._make = make
+        self._traced = make if traced is None else traced
         self._made: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
         """The tensor."""
+        if torch.compiler.is_compiling():
+            return self._traced()
         if self._made is None:
             self._made = self._make()
         return self._made

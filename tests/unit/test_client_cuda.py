@@ -293,6 +293,31 @@ def test_a_compiled_dispatch_counts_only_what_is_looked_at(
     assert ("scatter" in seen[0]) == looks
 
 
+@pytest.mark.parametrize("preset", ["ROUTED", "NORMAL"])
+def test_compiled_experts_of_an_eager_dispatch_look_at_counts(
+    make: Callable[..., Any], preset: str
+) -> None:
+    """In operations that a compiler knows: a graph cannot call the data plane."""
+    handle = Handle()
+    handle.lose = [1]
+    full = {"dispatch_dtype": "fp32", "combine_dtype": "fp32", "max_tokens": CAP}
+    session = make(handle, exchanges=(("decode", ExchangeSpec.preset(preset, **full)),))
+    exchange = session.exchange("decode")
+    x, ids, weights = inputs(2)
+    ids[:] = torch.tensor([[3, 1], [3, 0]])
+
+    def experts(recv: Any) -> Any:
+        return recv.counts + 0, recv.token_ok & True, recv.source_tokens + 0
+
+    with session.step(2):
+        recv = exchange.dispatch(0, x, ids, weights)
+        told = torch.compile(experts, backend="aot_eager", fullgraph=True)(recv)
+        exchange.combine(0, recv)
+    assert [each.tolist() for each in told] == [[1, 1, 0, 2], [True, False], [2]]
+    assert "count slots" not in handle.calls
+    assert recv.counts.tolist() == [1, 1, 0, 2]
+
+
 def test_slots_are_counted_by_a_compiler_as_by_the_kernel() -> None:
     from elasticep.client.cuda_received import slot_counts
 
