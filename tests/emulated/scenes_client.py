@@ -8,6 +8,7 @@ from elasticep.client.cuda_handle import CudaHandle
 from elasticep.client.cuda_session import CudaSession
 from elasticep.client.received import Received
 from elasticep.client.session import Session
+from elasticep.client.step import Step
 from elasticep.device import Device
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
@@ -136,7 +137,7 @@ def told(recv: Received, spec: ExchangeSpec) -> dict[str, Any]:
     found: dict[str, Any] = {
         "counts": recv.counts.clone(),
         "source_tokens": recv.source_tokens.clone(),
-        "source_scales": recv.source_scales.clone(),
+        "source_scales": recv.source_scales[recv.source_tokens > 0],  # of others it is undefined
         "token_ok": recv.token_ok.clone(),
         **{name: getattr(recv, name).clone() for name in ("ids", "weights")},
     }
@@ -161,11 +162,14 @@ def told(recv: Received, spec: ExchangeSpec) -> dict[str, Any]:
 
 
 def exchanges(session: Session, specs: dict[str, ExchangeSpec]) -> dict[str, dict[str, Any]]:
-    """One step of all exchanges: what each dispatch and combine gave, by exchange and layer."""
+    """A complete step of all exchanges: what each dispatch and combine gave, by exchange and
+    layer.
+    """
     if isinstance(session, CudaSession):
         emulated_cuda.set_device(session.rank)
-    found = {}
-    with session.step(max(TOKENS)) as step:
+
+    def forward(step: Step, _: None) -> dict[str, dict[str, Any]]:
+        found = {}
         for name, spec in specs.items():
             exchange: Any = session.exchange(name)
             for layer in range(LAYERS):
@@ -181,8 +185,9 @@ def exchanges(session: Session, specs: dict[str, ExchangeSpec]) -> dict[str, dic
                 elif recv.out.dtype == recv.rows.dtype:
                     recv.out.copy_(recv.rows)
                 all_of["out"] = exchange.combine(layer, recv)
-    assert step.complete
-    return found
+        return found
+
+    return session.run(forward, None, tokens=max(TOKENS))
 
 
 def same(field: str, here: torch.Tensor, there: torch.Tensor) -> bool:
@@ -193,18 +198,25 @@ def same(field: str, here: torch.Tensor, there: torch.Tensor) -> bool:
 
 
 def parity(formats: bool) -> list[str]:
-    """Where the two planes differ, in words."""
+    """Where the two planes differ, in words: with both ranks, then without the second one, of which
+    nothing may be left.
+    """
     specs = FORMATS if formats else EXCHANGES
     both: list[list[dict[str, dict[str, Any]]]] = []
     for device in (Device.CPU, Device.CUDA):
         group, sessions = sessions_of(device, specs)
-        both.append(on_all(sessions, lambda session: exchanges(session, specs)))
+        together = on_all(sessions, lambda session: exchanges(session, specs))
+        group.mark_dead(1)
+        alone = spread(group.geometry, [0])
+        group.stage(2, 1, [0], alone, equal_weights(alone, [0]))
+        both.append([*together, exchanges(sessions[0], specs)])
+        assert dict(sessions[0].view.members) == {0: 1}
         for session in sessions:
             session.detach()
         group.close()
     return [
-        f"rank {rank}, {where}: {field} is {there[where][field]}, not {here[where][field]}"
-        for rank, (here, there) in enumerate(zip(*both, strict=True))
+        f"{who}, {where}: {field} is {there[where][field]}, not {here[where][field]}"
+        for who, here, there in zip(("rank 0", "rank 1", "rank 0 alone"), *both, strict=True)
         for where in here
         for field in here[where]
         if not same(field, here[where][field], there[where][field])
