@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any, Final, Self
 from elasticep.native.cuda import device_count
 from elasticep.testing.node import DaemonProcess, wait_for
 
-DEADLINE_S: Final = 45.0
+DEADLINE_S: Final = 90.0
 
 
 class Failed(AssertionError):
@@ -218,8 +219,10 @@ class Cluster:
         self._controller.terminate()
         self._controller.wait(DEADLINE_S)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close()
+        if kind is None:
+            shutil.rmtree(self.folder)
 
 
 def both(engines: list[Engine], do: str, **arguments: Any) -> list[Any]:
