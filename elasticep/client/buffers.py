@@ -4,8 +4,6 @@ Under `service` launch another process runs the kernels, so what an engine passe
 is copied into and out of the rank's region, unless the engine works there itself.
 """
 
-import ctypes
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from elasticep.client.received import WIRE
 from elasticep.errors import TensorError, UsageError
 from elasticep.native import abi
+from elasticep.native.tensors import over
 
 if TYPE_CHECKING:
     from elasticep.client.exchange import Exchange
@@ -98,5 +97,4 @@ def _made(
         address = rows if which == "in" else result
     if address is None:  # kernels that run in this process take rows from anywhere
         return torch.empty(shape, dtype=dtype, device=exchange._device)
-    memory = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return over(address, shape, dtype, exchange._device)

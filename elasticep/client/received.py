@@ -1,7 +1,6 @@
 """What a dispatch delivers, as tensors over the region of this rank."""
 
 import ctypes
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Union
@@ -11,6 +10,7 @@ import torch
 from elasticep.errors import UsageError
 from elasticep.geometry import GroupGeometry
 from elasticep.native import abi
+from elasticep.native.tensors import over
 from elasticep.spec import ExchangeSpec, Layout, Reduce, ScaleLayout
 from elasticep.wire import WireDtype
 
@@ -27,6 +27,7 @@ WIRE: Final = {
 SOURCE_WORDS: Final = 16
 """Of 4 bytes: what a region has of each source's dispatch (`struct Arrival`)."""
 
+_CPU: Final = torch.device("cpu")
 _TOKENS_WORD: Final = 2
 _SCALE_WORD: Final = 4
 
@@ -231,8 +232,7 @@ class ReceivedTensors:
 
     def _at(self, address: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The tensor over `address`."""
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:  # nothing came, and the size is exact
+        if 0 in shape:  # nothing came, and the size is exact
             return torch.empty(shape, dtype=dtype)
         tensor = self._made.get(address)
         if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
@@ -241,9 +241,7 @@ class ReceivedTensors:
                     f"exchange {self._name!r}: the native core gave no address for a tensor of "
                     f"{list(shape)}; this build does not do layout {self._spec.layout.value!r}"
                 )
-            memory = (ctypes.c_uint8 * size).from_address(address)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-            self._made[address] = tensor
+            tensor = self._made[address] = over(address, shape, dtype, _CPU)
         return tensor
 
 
