@@ -11,9 +11,9 @@ using namespace epc;
 
 namespace {
 
-// Measured on H200: bulk copies push best from a megabyte on, and pull best between one and some megabytes; above, both
+// Measured on H200: bulk copies push best from two megabytes on, and pull best from there to four; above, both
 // ways pull at the link's rate and plain loads start sooner.
-constexpr u64 kBulkBytes = 1u << 20, kBulkPullBytes = 5u << 18, kBulkPullMost = 4u << 20;
+constexpr u64 kBulkBytes = 2u << 20, kBulkPullBytes = 2u << 20, kBulkPullMost = 4u << 20;
 
 u32 round_up(u32 v, u32 to) { return (v + to - 1) / to * to; }
 
@@ -79,7 +79,7 @@ Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload payload) {
     s.shared = kPushShared;
   } else if (payload == Payload::kRaw) {
     // Few threads leave room on the SM for the next kernel, which then starts while this one waits.
-    s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? 1024 : 512);
+    s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? 768 : 512);
   } else if (payload == Payload::kNone) {
     s.threads = 512;
   } else {

@@ -126,6 +126,9 @@ struct Exchange {
   u32 replicated, scale_layout;
   u32* route;  // own [cap][K] rank << 16 | slot, kNobody where nobody serves it
   float* route_weights;  // own [cap][K]
+
+  // Most exchanges have a row per token: a division takes a tenth of a microsecond.
+  __host__ __device__ u32 token_of(u32 row) const { return rows_per_token == 1 ? row : row / rows_per_token; }
 };
 
 struct DispatchArgs {

@@ -66,7 +66,7 @@ typedef struct epc_config {
 enum epc_tuning {
   EPC_TUNE_UNFUSED = 1 << 8,   /* small expanded batches as separate kernels */
   EPC_TUNE_VIA_REGION = 1 << 9, /* large expanded batches: own rows take the way of the others' */
-  EPC_TUNE_WIDE = 1 << 10,     /* small batches: a thread per 16 bytes of a row in dispatch, instead of one per 32 */
+  EPC_TUNE_WIDE = 1 << 10,     /* small batches: a thread per 16 bytes of a row in dispatch (up to 768), instead of one per 32 */
   EPC_TUNE_WIDE_SUMS = 1 << 11, /* the same where outputs are summed */
   EPC_TUNE_PUSHERS = 16,       /* shift: of 256 blocks, how many keep the link busy in large expanded dispatches; 0: 64 */
   EPC_TUNE_PULLERS = 24        /* shift: likewise in combines; 0: 150 */

@@ -125,8 +125,8 @@ struct PullRows {
 #pragma unroll
       for (u32 u = 0; u < kItems; ++u) {
         const u32 item = base + u * blockDim.x;
-        token[u] = item < total ? item / width : 0;
-        at[u] = begin + (item < total ? item % width : 0);
+        token[u] = item < total && n > 1 ? item / width : 0;
+        at[u] = begin + (item < total ? item - token[u] * width : 0);
         count[u] = item < total ? owed.count[token[u]] : 0;
         most = max(most, count[u]);
       }

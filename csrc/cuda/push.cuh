@@ -18,12 +18,13 @@ struct Chunk {
 };
 
 __device__ __forceinline__ Chunk chunk_of(u32 index, u32 chunks, u32 rows) {
-  return {index, rows > index ? (rows - index + chunks - 1) / chunks : 0, index, chunks};
+  const u32 more = rows > index ? rows - index : 0;  // mostly at most one row: a division would take longer than the rest
+  return {index, more <= chunks ? more != 0 : (more + chunks - 1) / chunks, index, chunks};
 }
 
 // All rows of a chunk, 16 bytes per thread and step; the next two loads are in flight while one is stored.
 struct RawRows {
-  static constexpr u32 kMaxThreads = 1024;
+  static constexpr u32 kMaxThreads = 768;  // 80 registers for each
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void abandon() {}
@@ -41,7 +42,7 @@ struct RawRows {
 
   __device__ __forceinline__ void load(const DispatchArgs& a, const Chunk& c, int4& into) {
     if (issue.i >= c.rows) return;
-    into = load_stream(a.x + u64(c.row(issue.i) / a.exchange.rows_per_token) * a.row_bytes + issue.v * 16);
+    into = load_stream(a.x + u64(a.exchange.token_of(c.row(issue.i))) * a.row_bytes + issue.v * 16);
     issue.advance(a.row_bytes / 16);
   }
   __device__ __forceinline__ void prefetch(const DispatchArgs& a, const Chunk& c) {
@@ -76,8 +77,8 @@ struct RawRows {
     for (u32 i = 0; i < c.rows; ++i) {
       const u32 row = c.row(i);
       for (u32 u = threadIdx.x; u < units; u += blockDim.x) {
-        const Unit s = reinterpret_cast<const Unit*>(a.x_scales)[u64(row / a.exchange.rows_per_token) * units + u];
-        if (powers && (s & 0x807fffffu)) tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_SCALES, d.me, a.layer, 0, 0, row / a.exchange.rows_per_token);
+        const Unit s = reinterpret_cast<const Unit*>(a.x_scales)[u64(a.exchange.token_of(row)) * units + u];
+        if (powers && (s & 0x807fffffu)) tear(d, kPhaseDispatch, a.exchange.index, EPC_WHY_SCALES, d.me, a.layer, 0, 0, a.exchange.token_of(row));
         const u64 offset = l.scales + (u64(d.me) * l.source_rows + row) * l.scale_bytes + u * sizeof(Unit);
         t.mask[i].each([&](u32 g) { *reinterpret_cast<Unit*>(d.region(g) + offset) = s; });
       }
@@ -119,7 +120,7 @@ struct BulkRows {
     const u32 i = next / pieces(a), p = next % pieces(a), stage = loaded % kPushStages, bytes = piece_bytes(a);
     const u32 size = min(bytes, a.row_bytes - p * bytes);
     barrier_expect(full + stage, size);
-    bulk_load(ring + stage * kPushPiece, a.x + u64(c.row(i) / a.exchange.rows_per_token) * a.row_bytes + p * bytes, size, full + stage);
+    bulk_load(ring + stage * kPushPiece, a.x + u64(a.exchange.token_of(c.row(i))) * a.row_bytes + p * bytes, size, full + stage);
     ++loaded;
     next += kBulkWarps;
   }

@@ -17,9 +17,10 @@ __device__ __forceinline__ bool keep_token(const DispatchArgs& a, const Now& now
   bool lost = false, bad = false;
   if (token < a.tokens) {
     Ahead mine = read_routing(a, Chunk{0, a.tokens, 0, 1}, token);
-    const u32 served = serve_lane(a, now, mine.id, map, token, 0, lost, bad);  // all choose alike
+    const long long id = id_of(a, mine);
+    const u32 served = serve_lane(a, now, id, map, token, 0, lost, bad);  // all choose alike
     if (d.count_loads && (served != kNobody || lost) && d.me == (lost ? d.state->member[0] : served >> 16))
-      atomicAdd(d.pending + u64(a.layer) * d.experts + u32(mine.id), 1u);
+      atomicAdd(d.pending + u64(a.layer) * d.experts + u32(id), 1u);
     const bool any_lost = __any_sync(~0u, lost);
     if (any_lost) mine.weight = spread_lost(d, served != kNobody || lost, served != kNobody, mine.weight);
     const bool here = served != kNobody && served >> 16 == d.me;

@@ -15,19 +15,25 @@ struct SendShared {
 };
 
 // What a warp needs to route a row; asked for before anything is known, so that one trip to memory brings the step's
-// state, the ids and the map.
+// state, the ids and the map. Words as they lie in memory: to convert an id here would be to wait for it.
 struct Ahead {
-  long long id;
+  u32 low, high;  // of the id; high: of a wide one
   float weight;
 };
 
+__device__ __forceinline__ long long id_of(const DispatchArgs& a, const Ahead& r) {
+  return a.ids_wide ? static_cast<long long>(u64(r.high) << 32 | r.low) : static_cast<long long>(static_cast<int>(r.low));
+}
+
 __device__ __forceinline__ Ahead read_routing(const DispatchArgs& a, const Chunk& c, u32 i) {
   const u32 lane = threadIdx.x % 32;
-  Ahead r{-1, 0.f};
+  Ahead r{~0u, ~0u, 0.f};
   if (i >= c.rows || lane >= a.domain.topk) return r;
-  const u64 at = u64(c.row(i) / a.exchange.rows_per_token) * a.domain.topk + lane;
+  const u64 at = u64(a.exchange.token_of(c.row(i))) * a.domain.topk + lane;
   // Plain loads: this kernel may have begun before the one that writes these, so they are not constant while it runs.
-  r.id = a.ids_wide ? static_cast<const long long*>(a.ids)[at] : static_cast<const int*>(a.ids)[at];
+  const u32* id = static_cast<const u32*>(a.ids) + (at << a.ids_wide);
+  r.low = id[0];
+  if (a.ids_wide) r.high = id[1];
   r.weight = a.weights ? a.weights[at] : 1.f;
   return r;
 }
@@ -39,6 +45,22 @@ struct AheadRows {
     const u32 warp = threadIdx.x / 32;
     first = read_routing(a, c, warp);
     second = read_routing(a, c, warp + blockDim.x / 32);
+  }
+};
+
+// The layer's map on its way to shared memory: nobody waits for the first entries before all else has been asked for.
+struct AheadMap {
+  int4 entry[2];
+  __device__ __forceinline__ void fetch(const int4* map, u32 experts) {
+#pragma unroll
+    for (u32 u = 0; u < 2; ++u)
+      if (const u32 e = threadIdx.x + u * blockDim.x; e < experts) entry[u] = map[e];
+  }
+  __device__ __forceinline__ void store(const int4* map, u32 experts, int4* to) const {
+#pragma unroll
+    for (u32 u = 0; u < 2; ++u)
+      if (const u32 e = threadIdx.x + u * blockDim.x; e < experts) to[e] = entry[u];
+    for (u32 e = threadIdx.x + 2 * blockDim.x; e < experts; e += blockDim.x) to[e] = map[e];
   }
 };
 
@@ -77,15 +99,16 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
   bool bad = false;
   for (u32 i = threadIdx.x / 32; i < c.rows; i += warps) {
-    const u32 row = c.row(i), token = row / x.rows_per_token, only = row % x.rows_per_token;
+    const u32 row = c.row(i), token = x.token_of(row), only = row - token * x.rows_per_token;
     Ahead mine = ahead.first;
     ahead.first = ahead.second;
     ahead.second = read_routing(a, c, i + 2 * warps);
     const u64 at = u64(token) * k + lane;
+    const long long id = id_of(a, mine);
     const bool first = x.rows_per_token == 1 || only == 0;
     bool lost = false;
-    u32 served = serve_lane(a, now, mine.id, map, token, d.me, lost, bad);
-    if (d.count_loads && first && (served != kNobody || lost)) atomicAdd(d.pending + u64(a.layer) * d.experts + u32(mine.id), 1u);
+    u32 served = serve_lane(a, now, id, map, token, d.me, lost, bad);
+    if (d.count_loads && first && (served != kNobody || lost)) atomicAdd(d.pending + u64(a.layer) * d.experts + u32(id), 1u);
     const bool any_lost = __any_sync(~0u, lost);
     if (any_lost) mine.weight = spread_lost(d, served != kNobody || lost, served != kNobody, mine.weight);
     if (lane < k && first) {
@@ -139,7 +162,7 @@ struct QuantisedRows {
         const bool in = u < units;
         float v[16];
         if (in)
-          load16(reinterpret_cast<const T*>(a.x) + u64(row / a.exchange.rows_per_token) * d.hidden + u * 16, v);
+          load16(reinterpret_cast<const T*>(a.x) + u64(a.exchange.token_of(row)) * d.hidden + u * 16, v);
         else
           for (float& e : v) e = 0.f;
         const Quantised q = quantise16(v, format);
@@ -172,15 +195,19 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
   Chunk c = chunk_of(blockIdx.x, x.gpu.chunks, rows);
   const Copies* map = d.active + u64(a.layer) * d.experts;
   wait_for_previous_kernel();
-  NowReader reader(d, x);
   AheadRows ahead;
+  AheadMap ahead_map;
+  const int4* entries = reinterpret_cast<const int4*>(map);
+  const bool maps = a.half & kSend && d.experts <= kMapEntries && c.rows;
   if (a.half & kSend) {
     ahead.fetch(a, c);
     payload.prefetch(a, c);
-    if (d.experts <= kMapEntries && c.rows) {
-      for (u32 e = threadIdx.x; e < d.experts; e += blockDim.x) s.map[e] = reinterpret_cast<const int4*>(map)[e];
-      map = reinterpret_cast<const Copies*>(s.map);
-    }
+    if (maps) ahead_map.fetch(entries, d.experts);
+  }
+  NowReader reader(d, x);  // last: some of it may have to be put aside as soon as it comes
+  if (maps) {
+    ahead_map.store(entries, d.experts, s.map);
+    map = reinterpret_cast<const Copies*>(s.map);
   }
   now = reader.settle(x, s.now);
   if (now.torn || out_of_numbers(a, now)) {
