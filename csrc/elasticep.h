@@ -161,7 +161,8 @@ EP_API void ep_watcher_free(ep_watcher* watcher);
 /* ---- messages between daemon and runner/engine, over SEQPACKET ------------------------------------------------- */
 enum ep_message_type {
   EP_MSG_HELLO = 1,    /* to daemon: rank, a = role, b = pid, c = inc (reattach only), text = ticket; reattach: fds header, data */
-  EP_MSG_WELCOME = 2,  /* from daemon: rank, a = inc, b = launch, c = layout digest; fds header, data; body: ep_geometry */
+  EP_MSG_WELCOME = 2,  /* from daemon: rank, a = inc, b = launch, c = layout digest, upper half of d = what it takes besides the
+                          messages of its first version (ep_takes); fds header, data; body: ep_geometry */
   EP_MSG_REFUSED = 3,  /* from daemon: status, text */
   EP_MSG_STAGE = 4,    /* from daemon: a = epoch, b = number of peers; fds bank, then header+data per peer; body: u32 rank per peer.
                           Peers already sent on this connection need not come again; own rank never comes.
@@ -173,10 +174,14 @@ enum ep_message_type {
   EP_MSG_FETCHED = 9,  /* reply: status, text; fds header, data; a = layout digest */
   EP_MSG_WEIGHTS = 10, /* reserved for weight migration */
   EP_MSG_MEMORY = 11,  /* to daemon, from the process that allocates on a GPU: status, text; fd data. Its WELCOME comes without
-                          fds, d = device; an engine's has d = ranks whose kernels share the GPU */
-  EP_MSG_PEERS = 12    /* from daemon: a = epoch, b = number of peers, for the STAGE that follows; fds header+data per peer; body:
+                          fds, d = device; an engine's has in the lower half of d the ranks whose kernels share the GPU */
+  EP_MSG_PEERS = 12,   /* from daemon: a = epoch, b = number of peers, for the STAGE that follows; fds header+data per peer; body:
                           u32 rank per peer */
+  EP_MSG_HEADWAY = 13  /* to daemon, if it takes it: a = epoch being staged, b = bytes of expert weights copied to the GPU for it,
+                          c = bytes to be copied in all. May be lost; after the view's STAGED it means nothing. */
 };
+/* What a daemon takes; one that does not say so would close the connection over it. */
+enum ep_takes { EP_TAKES_HEADWAY = 1 };
 enum ep_role { EP_ROLE_WORKER = 1, EP_ROLE_ENGINE = 2, EP_ROLE_PEER = 3 };
 enum { EP_MSG_MAGIC = 0x314d5045 };
 typedef struct ep_message {

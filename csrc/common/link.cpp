@@ -42,7 +42,7 @@ int dial(const std::string& path, unsigned timeout_ms) {
   return fd;
 }
 
-bool send_message(int fd, const ep_message& m, const std::vector<int>& fds) {
+bool send_message(int fd, const ep_message& m, const std::vector<int>& fds, int flags = 0) {
   iovec part{const_cast<ep_message*>(&m), sizeof m};
   msghdr h{};
   h.msg_iov = &part;
@@ -58,7 +58,7 @@ bool send_message(int fd, const ep_message& m, const std::vector<int>& fds) {
     c->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
     memcpy(CMSG_DATA(c), fds.data(), sizeof(int) * fds.size());
   }
-  return sendmsg(fd, &h, MSG_NOSIGNAL) == ssize_t(sizeof m);
+  return sendmsg(fd, &h, MSG_NOSIGNAL | flags) == ssize_t(sizeof m);
 }
 
 ep_message hello(uint32_t role, const std::string& text) {
@@ -149,6 +149,7 @@ int Link::open(const std::string& path, uint32_t role, const std::string& ticket
   group = welcome->head.text;
   rank = welcome->head.rank;
   incarnation = uint32_t(welcome->head.a);
+  takes_.store(uint32_t(welcome->head.d >> 32));
   fd_.store(fd);
   return 0;
 }
@@ -165,6 +166,12 @@ void Link::send(const ep_message& message) {
   int fd = fd_.load();
   // A lost one is said again after the reconnect, by status; a daemon that reads nothing is connected to anew, too.
   if (fd >= 0 && !send_message(fd, message, {})) shutdown(fd, SHUT_RDWR);
+}
+
+void Link::send_if_room(const ep_message& message) {
+  std::unique_lock<std::mutex> lock(send_mutex_, std::try_to_lock);
+  const int fd = lock ? fd_.load() : -1;
+  if (fd >= 0) send_message(fd, message, {}, MSG_DONTWAIT);  // what is wrong with it a reader finds out
 }
 
 uint64_t Link::away_ns() const {
@@ -189,6 +196,7 @@ bool Link::reconnect() {
     return false;
   }
   std::lock_guard<std::mutex> guard(send_mutex_);
+  takes_.store(uint32_t(answer.head.d >> 32));
   fd_.store(fd);
   away_since_.store(0);
   return true;

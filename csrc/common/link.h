@@ -34,6 +34,10 @@ class Link {
   // From now on a thread handles messages; after a lost connection it reconnects and offers these fds again.
   void start(Handler handler, std::vector<int> own_fds);
   void send(const ep_message& message);
+  // Never waits, and may lose the message: for news that will come again.
+  void send_if_room(const ep_message& message);
+  // Whether the daemon takes this kind of news (ep_takes); the next one, after a restart, may be of another version.
+  bool takes(uint32_t what) const { return takes_.load() & what; }
   bool quit() const { return quit_.load(); }
   // Nanoseconds since the daemon went away, 0 while connected.
   uint64_t away_ns() const;
@@ -54,6 +58,7 @@ class Link {
   Received peers_;  // of PEERS whose STAGE has not come yet
   std::mutex send_mutex_;
   std::atomic<int> fd_{-1};
+  std::atomic<uint32_t> takes_{0};
   std::atomic<bool> stop_{false}, quit_{false};
   std::atomic<uint64_t> away_since_{0};
   int stop_event_ = -1;

@@ -159,6 +159,13 @@ epc_copied WeightsMirror::copied() const {
   return copied_;
 }
 
+WeightsMirror::Headway WeightsMirror::headway() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  Headway told = headway_;
+  told.done = std::min(told.done, told.total);  // a slot that was filled anew meanwhile is copied twice
+  return told;
+}
+
 // ---- copying
 
 // What has to be copied. A slot that the rank computes from, or may after the next barrier, stays as it is.
@@ -193,6 +200,12 @@ int WeightsMirror::fill(const Order& order) {
   if (int bad = plan(order, &tasks)) return bad;
   if (tasks.empty()) return 0;
   const u64 began = ep::now_ns();
+  u64 unit = 0;
+  for (u32 t = 0; t < weights_.tensors; ++t) unit += weights_.bytes[t];
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    headway_ = {order.epoch, 0, tasks.size() * unit};
+  }
   Run run{order, tasks, {}, {}, {}, {}};
   auto work_in = [&](size_t lane) {
     if (const int bad = work(run, lanes_[lane])) {
@@ -211,6 +224,7 @@ int WeightsMirror::fill(const Order& order) {
   {
     std::lock_guard<std::mutex> guard(mutex_);
     copied_.ns += ep::now_ns() - began;
+    headway_ = {};
   }
   return run.status ? ep::fail(run.status, "%s", run.text.c_str()) : 0;
 }
@@ -220,7 +234,10 @@ int WeightsMirror::work(Run& run, Lane& lane) {
   EPC_TRY(cudaSetDevice(int(device_)));
   for (size_t i; !run.status && (i = run.next++) < run.tasks.size();)
     if (int bad = copy(run.order, run.tasks[i], lane)) {
-      for (cudaStream_t stream : lane.stream) cudaStreamSynchronize(stream);  // nothing is written any more when this is answered
+      for (u32 buffer = 0; buffer < 2; ++buffer) {  // nothing is written any more when this is answered
+        cudaStreamSynchronize(lane.stream[buffer]);
+        lane.sent[buffer] = 0;
+      }
       return bad;
     }
   return 0;
@@ -237,7 +254,8 @@ int WeightsMirror::copy(const Order& order, const Task& task, Lane& lane) {
       if (int bad = send(order, begin, weights_.bytes[t], lane)) return bad;
       bytes += weights_.bytes[t];
     }
-    for (cudaStream_t stream : lane.stream) EPC_TRY(cudaStreamSynchronize(stream));
+    for (u32 i = 0; i < 2; ++i)
+      if (int bad = arrived(lane, i)) return bad;
     if (int bad = look(task.layer, task.slot, task.expert, &after)) return bad;
     if (after.sequence != before.sequence) continue;
     set(task, task.expert, before.checksum);
@@ -255,13 +273,22 @@ int WeightsMirror::send(const Order& order, u64 at, u64 bytes, Lane& lane) {
     if (const u64 later = order.overtaken_by())
       return ep::fail(EP_EUSAGE, "view %llu is overtaken by view %llu: what only it wants is not copied to the GPU any more", wide(order.epoch), wide(later));
     const u64 part = std::min(bytes - done, kBufferBytes);
-    u8* const buffer = lane.buffer[lane.next];
-    cudaStream_t const stream = lane.stream[lane.next];
+    const u32 i = lane.next;
     lane.next ^= 1;
-    EPC_TRY(cudaStreamSynchronize(stream));
-    memcpy(buffer, arena_ + weights_.data_offset + at + done, part);
-    EPC_TRY(cudaMemcpyAsync(base_ + at + done, buffer, part, cudaMemcpyHostToDevice, stream));
+    if (int bad = arrived(lane, i)) return bad;
+    memcpy(lane.buffer[i], arena_ + weights_.data_offset + at + done, part);
+    EPC_TRY(cudaMemcpyAsync(base_ + at + done, lane.buffer[i], part, cudaMemcpyHostToDevice, lane.stream[i]));
+    lane.sent[i] = part;
     done += part;
   }
+  return 0;
+}
+
+// Waits until a buffer is free; only then is what it carried headway.
+int WeightsMirror::arrived(Lane& lane, u32 i) {
+  EPC_TRY(cudaStreamSynchronize(lane.stream[i]));
+  std::lock_guard<std::mutex> guard(mutex_);
+  headway_.done += lane.sent[i];
+  lane.sent[i] = 0;
   return 0;
 }

@@ -40,6 +40,11 @@ class WeightsMirror {
   void held(u32 layer, int* experts) const;
   void* base() const { return base_; }
   epc_copied copied() const;
+  // How far the copies of the view that is being filled are: what has arrived on the GPU; all zero while there are none.
+  struct Headway {
+    u64 epoch = 0, done = 0, total = 0;  // bytes
+  };
+  Headway headway() const;
 
  private:
   struct Held {
@@ -54,6 +59,7 @@ class WeightsMirror {
   struct Lane {
     u8* buffer[2] = {};
     cudaStream_t stream[2] = {};
+    u64 sent[2] = {};  // bytes under way
     u32 next = 0;
   };
   struct Run;
@@ -65,6 +71,7 @@ class WeightsMirror {
   int work(Run& run, Lane& lane);
   int copy(const Order& order, const Task& task, Lane& lane);
   int send(const Order& order, u64 at, u64 bytes, Lane& lane);
+  int arrived(Lane& lane, u32 i);
   void set(const Task& task, int expert, const std::array<u8, 16>& checksum);
   u64 index(u32 layer, u32 slot) const { return u64(layer) * weights_.slots + slot; }
 
@@ -77,6 +84,7 @@ class WeightsMirror {
   mutable std::mutex mutex_;  // of what follows
   std::vector<Held> held_;
   epc_copied copied_{};
+  Headway headway_{};
 };
 
 }  // namespace epc

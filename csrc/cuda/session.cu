@@ -29,6 +29,7 @@ constexpr u64 kMs = 1'000'000;
 constexpr u64 kReplaceLimit = 2000 * kMs;  // until the views that use a rank's former memory are over
 constexpr u64 kEager = 5000 * kMs;         // after a view was staged its adoption is looked for every millisecond
 constexpr u64 kLoads = 500 * kMs;          // between two copies of the load counters for the daemon
+constexpr u64 kHeadway = 400 * kMs;        // at least, between two words to it of how far a view's copies are
 constexpr u64 kSpin = kMs / 5;             // a wait for the stream polls so long before it sleeps in between
 }  // namespace
 
@@ -83,6 +84,7 @@ struct epc_session {
   void stage_in_turn();
   void answer(const ep::Received& message);
   void report();
+  void tell_headway(WeightsMirror::Headway* told);
   void tell(u32 type, u64 a, u64 b, int status, const char* text);
   void close();
 };
@@ -253,12 +255,19 @@ int epc_session::take_region(u32 rank, int header_fd, int data_fd) {
 // Kernels adopt views, and graphs are replayed without a word to the host: the header is looked at. What they count the
 // daemon cannot read on a GPU.
 void epc_session::report() {
-  u64 told = 0, copied = 0, copied_at = ep::now_ns();
+  u64 told = 0, copied = 0, copied_at = ep::now_ns(), said_at = copied_at;
+  WeightsMirror::Headway said;
   std::unique_lock<std::mutex> lock(mutex);
   while (!stop) {
     const bool eager = ep::now_ns() - staged_at < kEager;
     changed.wait_for(lock, std::chrono::nanoseconds(told >= staged ? kLoads : eager ? kMs : 20 * kMs));
     if (stop) break;
+    if (const u64 now = ep::now_ns(); now - said_at >= kHeadway) {
+      said_at = now;
+      lock.unlock();
+      tell_headway(&said);
+      lock.lock();
+    }
     if (const u64 now = ep::now_ns(), steps = header().complete_steps.load(); steps != copied && now - copied_at >= kLoads) {
       copied = steps;
       copied_at = now;
@@ -273,6 +282,22 @@ void epc_session::report() {
     tell(EP_MSG_ADOPTED, epoch, header().step.load(), 0, "");
     lock.lock();
   }
+}
+
+// Not by the threads that copy: they never wait for the daemon.
+void epc_session::tell_headway(WeightsMirror::Headway* told) {
+  if (!weights || !link.takes(EP_TAKES_HEADWAY)) return;
+  const WeightsMirror::Headway now = weights->headway();
+  if (!now.epoch || (now.epoch == told->epoch && now.done == told->done)) return;
+  *told = now;
+  ep_message m{};
+  m.magic = EP_MSG_MAGIC;
+  m.type = EP_MSG_HEADWAY;
+  m.rank = link.rank;
+  m.a = now.epoch;
+  m.b = now.done;
+  m.c = now.total;
+  link.send_if_room(m);
 }
 
 void epc_session::close() {

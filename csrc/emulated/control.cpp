@@ -40,6 +40,8 @@ EP_API void epe_call(void (*function)(), void* stream) {
 // Copies from pinned memory wait while `shut`; how many do.
 EP_API void epe_hold_copies(int shut) { epe::hold_copies(shut != 0); }
 EP_API uint32_t epe_held_copies() { return epe::held_copies(); }
+// So many of those that are held back, or come next, run.
+EP_API void epe_let_copies(uint32_t count) { epe::let_copies(count); }
 EP_API void epe_set_free_bytes(uint64_t bytes) { epe::settings().free_bytes = bytes; }
 
 EP_API int epe_capture_begin(void* stream) { return epe::begin_capture(static_cast<cudaStream_t>(stream)); }

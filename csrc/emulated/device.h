@@ -97,6 +97,7 @@ void forget_pinned(const void* p);
 bool is_pinned(const void* p, size_t bytes);
 void pass_gate();
 void hold_copies(bool shut);
+void let_copies(uint32_t count);  // while they are held back
 uint32_t held_copies();  // how many streams wait with one
 
 // Whether this thread may make a call that a capture in global mode forbids; if not, the capture is spoilt.

@@ -11,6 +11,7 @@ struct Gate {
   std::condition_variable changed;
   bool shut = false;
   uint32_t waiting = 0;
+  uint32_t let = 0;  // may pass although it is shut
   std::map<uintptr_t, size_t> pinned;
 };
 
@@ -47,13 +48,21 @@ void pass_gate() {
   std::unique_lock<std::mutex> lock(g.mutex);
   ++g.waiting;
   g.changed.notify_all();
-  g.changed.wait(lock, [&] { return !g.shut; });
+  g.changed.wait(lock, [&] { return !g.shut || g.let; });
+  if (g.shut) --g.let;
   --g.waiting;
 }
 
 void hold_copies(bool shut) {
   std::lock_guard<std::mutex> guard(gate().mutex);
   gate().shut = shut;
+  gate().let = 0;
+  gate().changed.notify_all();
+}
+
+void let_copies(uint32_t count) {
+  std::lock_guard<std::mutex> guard(gate().mutex);
+  if (gate().shut) gate().let += count;
   gate().changed.notify_all();
 }
 

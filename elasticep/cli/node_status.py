@@ -80,6 +80,9 @@ def _arena_dict(arena: "ArenaStatus") -> dict[str, Any]:
         "staging_epoch": arena.staging_epoch,
         "done_bytes": arena.done_bytes,
         "total_bytes": arena.total_bytes,
+        "copying_epoch": arena.copying_epoch,
+        "copied_bytes": arena.copied_bytes,
+        "copying_bytes": arena.copying_bytes,
     }
 
 
@@ -122,4 +125,8 @@ def _doing(arena: "ArenaStatus") -> str:
     size = f"{arena.done_bytes / 1e6:.1f} of {arena.total_bytes / 1e6:.1f} MB"
     if arena.backup:
         return f"holds {size}"
-    return f"loads for epoch {arena.staging_epoch}: {size}" if arena.staging_epoch else ""
+    doing = [f"loads for epoch {arena.staging_epoch}: {size}"] if arena.staging_epoch else []
+    if arena.copying_epoch:
+        size = f"{arena.copied_bytes / 1e6:.1f} of {arena.copying_bytes / 1e6:.1f} MB"
+        doing.append(f"to GPU for epoch {arena.copying_epoch}: {size}")
+    return "; ".join(doing)

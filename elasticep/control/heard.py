@@ -24,6 +24,7 @@ def node_hello(state: GroupState, event: ev.NodeHello, now_ms: int, out: Outcome
     for seat in state.seats_of(event.node):
         for pending in state.pending:
             pending.sent.pop(seat.rank, None)
+            pending.loading.pop(seat.rank, None)  # a daemon that was started anew counts anew
         if seat.rank not in offered:
             why = f"node {event.node} does not offer the seat any more"
             state.confirm_gone(seat, now_ms, why, out)

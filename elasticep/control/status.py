@@ -111,7 +111,9 @@ def rebalance_status(rebalancer: Rebalancer, now_ms: int) -> controller_pb2.Reba
         status.moves_done, status.moves = run.moves_done, sum(run.moves)
         size = run.planned.job.policy.bytes_of(0)
         status.bytes = sum(run.moves) * size
-        status.bytes_done = min(run.bytes_done + rebalancer.loaded_bytes, status.bytes)
+        # What is copied on to GPUs is headway, too, and no bytes of a move.
+        here = min(rebalancer.loaded_bytes, sum(run.moves[run.stage : run.stage + 1]) * size)
+        status.bytes_done = run.bytes_done + here
     if last is not None:
         status.last.CopyFrom(
             controller_pb2.RebalanceResult(

@@ -149,6 +149,13 @@ class MessageType(enum.IntEnum):
     WEIGHTS = 10
     MEMORY = 11
     PEERS = 12
+    HEADWAY = 13
+
+
+class Takes(enum.IntFlag):
+    """`enum ep_takes`: what a daemon takes besides the messages of its first version."""
+
+    HEADWAY = 1
 
 
 class Role(enum.IntEnum):

@@ -216,7 +216,7 @@ class RankProgress(_message.Message):
     progress: _builtins.int
     warmup: _builtins.bool
     staging_epoch: _builtins.int
-    """The view being staged, and how far its weights are. While `done` grows the rank is not late,
+    """The view being staged, and how far its weights are, in the arena and on a GPU. While `done` grows the rank is not late,
     however long it takes. 0: nothing is being staged.
     """
     staging_done_bytes: _builtins.int

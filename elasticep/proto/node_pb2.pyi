@@ -208,6 +208,9 @@ class ArenaStatus(_message.Message):
     STAGING_EPOCH_FIELD_NUMBER: _builtins.int
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    COPYING_EPOCH_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    COPYING_BYTES_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     rank: _builtins.int
     """of a seat's arena"""
@@ -225,6 +228,10 @@ class ArenaStatus(_message.Message):
     done_bytes: _builtins.int
     """of that view, or of the backup"""
     total_bytes: _builtins.int
+    copying_epoch: _builtins.int
+    """What the engine copies from there to its GPU: for which view (0: for none), so far, and in all."""
+    copied_bytes: _builtins.int
+    copying_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -238,10 +245,13 @@ class ArenaStatus(_message.Message):
         staging_epoch: _builtins.int = ...,
         done_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
+        copying_epoch: _builtins.int = ...,
+        copied_bytes: _builtins.int = ...,
+        copying_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "bytes", b"bytes", "done_bytes", b"done_bytes", "filling", b"filling", "group", b"group", "rank", b"rank", "slots", b"slots", "staging_epoch", b"staging_epoch", "total_bytes", b"total_bytes", "valid", b"valid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "bytes", b"bytes", "copied_bytes", b"copied_bytes", "copying_bytes", b"copying_bytes", "copying_epoch", b"copying_epoch", "done_bytes", b"done_bytes", "filling", b"filling", "group", b"group", "rank", b"rank", "slots", b"slots", "staging_epoch", b"staging_epoch", "total_bytes", b"total_bytes", "valid", b"valid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from elasticep.errors import ElasticEPError
-from elasticep.native.structs import Error, Holder, Launch, MessageType, Role
+from elasticep.native.structs import Error, Holder, Launch, MessageType, Role, Takes
 from elasticep.runtime import seats
 from elasticep.runtime.group import Registry
 from elasticep.runtime.keeper import SeatKeeper
@@ -22,6 +22,7 @@ from elasticep.runtime.restore import reconcile_soon
 from elasticep.runtime.transport.connection import Connection, close_all, pidfd_of
 from elasticep.runtime.transport.messages import Message
 from elasticep.runtime.transport.server import refuse
+from elasticep.runtime.weights.seat import Copying
 
 
 class Refused(ElasticEPError):
@@ -103,6 +104,11 @@ class Reception:
                 owner.keeper.group.stager.staged(owner.keeper, message)
             case MessageType.ADOPTED if _runs(owner, connection):
                 owner.keeper.group.stager.adopted(owner.keeper, message.a, message.b)
+            case MessageType.HEADWAY if _runs(owner, connection):
+                weights = owner.keeper.group.weights
+                if weights is not None:
+                    copying = Copying(message.a, min(message.b, message.c), message.c)
+                    weights.seats[owner.keeper.rank].heard(copying)
             case _:
                 raise Refused(Error.EUSAGE, f"{message.kind.name} is not expected here")
 
@@ -155,7 +161,7 @@ class Reception:
                 a=keeper.seat.incarnation,
                 b=keeper.seat.launch,
                 c=keeper.group.layout.digest,
-                d=keeper.group.ranks_on_device(keeper.rank),
+                d=keeper.group.ranks_on_device(keeper.rank) | Takes.HEADWAY << 32,
                 text=keeper.group.name,
                 body=bytes(keeper.group.geometry),
             ),

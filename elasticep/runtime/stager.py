@@ -309,6 +309,8 @@ class Stager:
     def staged(self, keeper: "SeatKeeper", message: Message) -> None:
         """A runner's STAGED."""
         progress = self._progress_of(keeper)
+        if self._group.weights is not None:
+            self._group.weights.seats[keeper.rank].answered(message.a)
         if message.status:
             progress.asked.discard(message.a)
             error = UsageError(message.text or f"status {message.status}")

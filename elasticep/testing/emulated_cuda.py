@@ -35,6 +35,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_held_blocks": (c_uint32, ()),
     "epe_hold_copies": (None, (c_int,)),
     "epe_held_copies": (c_uint32, ()),
+    "epe_let_copies": (None, (c_uint32,)),
     "epe_set_free_bytes": (None, (c_uint64,)),
     "epe_capture_begin": (c_int, (c_void_p,)),
     "epe_capture_end": (c_int, (c_void_p, POINTER(c_void_p))),
@@ -130,6 +131,11 @@ def let_blocks_begin() -> None:
 def hold_copies(shut: bool) -> None:
     """Let copies from pinned host memory to a GPU wait, or go on."""
     api().epe_hold_copies(int(shut))
+
+
+def let_copies(count: int) -> None:
+    """While they wait: so many of them run."""
+    api().epe_let_copies(count)
 
 
 def held_copies() -> int:

@@ -44,6 +44,7 @@ class _Seat:
     worker: subprocess.Popen[bytes] | None = None
     runner: socket.socket | None = None
     staged: dict[int, tuple[int, str]] = field(default_factory=dict)  # epoch -> status, text
+    headway: list[tuple[int, int, int]] = field(default_factory=list)
     sent_peers: set[int] = field(default_factory=set)
 
 
@@ -54,6 +55,9 @@ class LocalGroup:
         geometry: sizes and exchanges; `geometry.launch` decides whether workers are started.
         timeouts: native deadlines; by default nothing on a busy machine takes as long.
         ranks: seats to open at once; the others can be opened later with `open_seat`.
+
+    Attributes:
+        takes: what it says that it takes (`abi.Takes`); an earlier daemon takes nothing.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class LocalGroup:
     ) -> None:
         self._api = abi.api()
         self.geometry = geometry
+        self.takes = abi.Takes.HEADWAY
         self._timeouts = timeouts or abi.Timeouts(
             suspect_after_ns=100_000_000,
             hang_timeout_ns=1_000_000_000,
@@ -132,6 +137,11 @@ class LocalGroup:
         """Memory for the data region of a seat; a subclass may take a GPU's."""
         made = self._api.ep_memory_create(b"eep-data", self.layout.data_bytes)
         return abi.check(made, "data")
+
+    def headway(self, rank: int) -> list[tuple[int, int, int]]:
+        """What a rank said of its copies to a GPU: epoch, bytes done, bytes in all."""
+        with self._changed:
+            return list(self._seats[rank].headway)
 
     def header_fd(self, rank: int) -> int:
         """The memfd of a rank's header; it stays the group's."""
@@ -323,6 +333,7 @@ class LocalGroup:
             a=seat.incarnation,
             b=self.geometry.launch,
             c=self.layout.digest,
+            d=self.takes << 32,
             text=b"local",
         )
         body = bytes(message) + bytes(self.geometry)
@@ -338,6 +349,8 @@ class LocalGroup:
         with self._changed:
             if message.type == abi.MessageType.STAGED:
                 seat.staged[message.a] = (message.status, message.text.decode())
+            elif message.type == abi.MessageType.HEADWAY:
+                seat.headway.append((message.a, message.b, message.c))
 
     def _gone(self, rank: int, connection: socket.socket) -> None:
         seat = self._seats[rank]

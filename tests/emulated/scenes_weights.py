@@ -7,6 +7,7 @@ import os
 import random
 import struct
 import termios
+import time
 from ctypes import c_void_p
 from typing import Any, Final, Self
 
@@ -47,8 +48,9 @@ def unit(layer: int, expert: int, version: int = 0, spec: WeightSpec = SPEC) -> 
 class Stage(EmulatedGroup):
     """One rank with an arena, in whose slots 0, 1, ... its first view has experts 0, 1, ..."""
 
-    def __init__(self, spec: WeightSpec = SPEC) -> None:
+    def __init__(self, spec: WeightSpec = SPEC, takes: int = abi.Takes.HEADWAY) -> None:
         super().__init__(geometry(1, exchange(), slots=SLOTS))
+        self.takes = abi.Takes(takes)
         self.weights = ArenaLayout(LAYERS, SLOTS, spec)
         self.fd = os.memfd_create("arena-of-a-test")
         os.ftruncate(self.fd, self.weights.total_bytes)
@@ -326,6 +328,45 @@ def missing() -> Any:
         filling = group.refusal(1)
         group.end()
         return [said, filling]
+
+
+def headway() -> Any:
+    """What is said of copies that are let one after another, and of a view that has none."""
+    with Stage() as group:
+        group.open()
+        emulated_cuda.hold_copies(True)
+        began = time.monotonic()
+        group.stage(1, 0, [0], group.table, wait=False)
+        until(lambda: bool(group.headway(0)), "word of copies that wait")
+        for _ in range(4):
+            before = group.headway(0)[-1]
+            emulated_cuda.let_copies(12)
+            until(lambda before=before: group.headway(0)[-1] > before, "word of those that ran")
+        assert not group.answered(1)
+        emulated_cuda.hold_copies(False)
+        group.wait_staged(0, 1)
+        took = time.monotonic() - began
+        group.step(1)
+        group.stage(2, 1, [0], group.table)
+        group.step(2)
+        group.end()
+        return [group.headway(0), took, SPEC.unit_bytes]
+
+
+def no_headway() -> Any:
+    """The same at a daemon of before, which takes no such word; how long it had no reason to."""
+    with Stage(takes=0) as group:
+        group.open()
+        emulated_cuda.hold_copies(True)
+        began = time.monotonic()
+        group.stage(1, 0, [0], group.table, wait=False)
+        until(lambda: emulated_cuda.held_copies() >= 2, "copies to be on their way")
+        emulated_cuda.let_copies(12)
+        until(lambda: time.monotonic() > began + 2.0, "two seconds")
+        emulated_cuda.hold_copies(False)
+        group.wait_staged(0, 1)
+        group.end()
+        return group.headway(0)
 
 
 def too_little_memory() -> Any:

@@ -46,3 +46,17 @@ def test_too_little_memory_is_refused_before_anything_is_attached() -> None:
     said, engine, wanted = run(f"{SCENES}:too_little_memory")
     assert f"need {wanted} bytes and device 0 has {wanted - 1} free" in said
     assert engine == 0
+
+
+def test_how_far_copies_are_is_said_a_few_times_a_second_and_only_of_views_that_have_some() -> None:
+    said, took, unit = run(f"{SCENES}:headway")
+    assert said[0] == [1, 0, LAYERS * 12 * unit]
+    assert len(said) <= 1 + took / 0.4
+    assert {(epoch, total) for epoch, _, total in said} == {(1, LAYERS * 12 * unit)}
+    done = [done for _, done, _ in said]
+    assert done == sorted(set(done))
+    assert done[-1] <= LAYERS * 12 * unit
+
+
+def test_nothing_is_said_to_a_daemon_that_does_not_take_it() -> None:
+    assert run(f"{SCENES}:no_headway") == []

@@ -222,13 +222,12 @@ class Engine:
         return {"complete": complete, "torn": torn, "epoch": epoch}
 
 
-def main() -> None:
+def main(engine: Engine) -> None:
     """Obey until the parent is gone."""
     if device_streams.EMULATED:
         from tests.emulated import client
 
         client.install()
-    engine = Engine()
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
         try:
@@ -240,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Engine())

@@ -49,6 +49,7 @@ ENUMS: dict[str, type[enum.IntEnum]] = {
     "ep_event_kind": abi.EventKind,
     "ep_holder": abi.Holder,
     "ep_message_type": abi.MessageType,
+    "ep_takes": abi.Takes,
     "ep_role": abi.Role,
 }
 
@@ -100,7 +101,8 @@ def test_enums_have_the_numbers_of_the_header(name: str) -> None:
     assert body is not None
     theirs = constants(body.group(1))
     prefix = max((p for p in ("EP_", "EP_COPIES_", "EP_LAYOUT_", "EP_REDUCE_", "EP_LAUNCH_",
-                              "EP_EVENT_", "EP_HOLDER_", "EP_MSG_", "EP_ROLE_", "EP_SCALES_")
+                              "EP_EVENT_", "EP_HOLDER_", "EP_MSG_", "EP_ROLE_", "EP_SCALES_",
+                              "EP_TAKES_")
                   if all(n.startswith(p) for n in theirs)), key=len)  # fmt: skip
     assert {n.removeprefix(prefix): v for n, v in theirs.items()} == {
         member.name: member.value for member in ENUMS[name]

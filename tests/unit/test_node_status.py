@@ -31,6 +31,10 @@ ANSWER = node_pb2.GetStatusResponse(
             staging_epoch=6, done_bytes=1_500_000, total_bytes=2_000_000,
         ),
         node_pb2.ArenaStatus(
+            group="decode", rank=4, bytes=5_000_000, slots=8, valid=8,
+            copying_epoch=6, copied_bytes=500_000, copying_bytes=3_000_000,
+        ),
+        node_pb2.ArenaStatus(
             group="decode", backup=True, bytes=3_000_000, slots=4, valid=4,
             done_bytes=2_000_000, total_bytes=2_000_000,
         ),
@@ -67,6 +71,7 @@ def test_seats_arenas_and_backups_are_shown(socket: str) -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("decode/3 2 11 - 5 40 0 ") for line in lines), text
     assert "decode/3 5.0 8 6 1 loads for epoch 6: 1.5 of 2.0 MB" in lines
+    assert "decode/4 5.0 8 8 0 to GPU for epoch 6: 0.5 of 3.0 MB" in lines
     assert "decode/backup 3.0 4 4 0 holds 2.0 of 2.0 MB" in lines
     assert "mover: process 77" in text
 

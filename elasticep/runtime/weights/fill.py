@@ -186,9 +186,11 @@ class Filler:
     def _begin(self, seat: SeatWeights, view: ViewTable) -> None:
         seat.wanted.add(view.epoch)
         left = len(seat.missing(view.of(seat.rank)))
+        lacks = left * self._weights.unit_bytes
+        seat.measure(view, lacks, self._weights.unit_bytes)
         if left:
             seat.epoch, seat.done, seat.beats = view.epoch, 0, 0
-            seat.total = left * self._weights.unit_bytes
+            seat.total = lacks
             self._log.info(
                 "weights.filling",
                 rank=seat.rank,

@@ -55,7 +55,8 @@ class GroupWeights:
         self.ledger = Ledger()
         self.endpoints: dict[str, Endpoint] = {}
         self.seats = {
-            rank: SeatWeights(keeper, self.views) for rank, keeper in group.keepers.items()
+            rank: SeatWeights(keeper, self.views, on_gpu=group.on_gpu)
+            for rank, keeper in group.keepers.items()
         }
         self._dead: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,6 +184,9 @@ class GroupWeights:
                 )
             )
             self.reach.drop(self.is_dead)
+            own = self.seats.get(rank)
+            if own is not None and own.keeper.seat.incarnation <= incarnation:
+                own.copies_ended()
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
         """Whether an incarnation is known to be over."""
@@ -246,8 +250,7 @@ class GroupWeights:
         seat = self.seats[rank]
         if seat.epoch and seat.memory is not None and self._node.mover.filling(seat.memory):
             seat.note_headway(self._node.mover.headway)
-        done = max(0, min(seat.done + seat.beats, seat.total))
-        return seat.epoch, done, seat.total
+        return seat.staging()
 
     def status(self) -> Iterator[node_pb2.ArenaStatus]:
         """Every arena of the group on this node."""
@@ -263,6 +266,9 @@ class GroupWeights:
                     staging_epoch=seat.epoch,
                     done_bytes=seat.done,
                     total_bytes=seat.total,
+                    copying_epoch=seat.copying.epoch,
+                    copied_bytes=seat.copying.done,
+                    copying_bytes=seat.copying.total,
                 )
         if self.backup.wanted or self.backup.segments:
             yield node_pb2.ArenaStatus(
@@ -277,9 +283,12 @@ class GroupWeights:
             )
 
     def count(self) -> None:
-        """Bring the metrics of slots up to date."""
+        """Bring the metrics of slots and of copies to GPUs up to date."""
         for rank, seat in self.seats.items():
-            memory = seat.memory
+            memory, copying = seat.memory, seat.copying
+            if seat.on_gpu:
+                for state, number in (("copied", copying.done), ("wanted", copying.total)):
+                    self.metrics.gpu.labels(self.name, str(rank), state).set(number)
             if memory is None:
                 continue
             filling = self._node.mover.filling(memory)

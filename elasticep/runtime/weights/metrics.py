@@ -35,6 +35,12 @@ class WeightsMetrics:
             ("group", "rank", "state"),
             registry=None,
         )
+        self.gpu = Gauge(
+            "elasticep_weights_gpu_copy_bytes",
+            "Bytes that a rank copies to its GPU for the view being staged, and has copied",
+            ("group", "rank", "state"),
+            registry=None,
+        )
         self.backup = Gauge(
             "elasticep_weights_backup_experts",
             "Experts of the group that this node is to hold a backup of, and those it holds",
@@ -59,6 +65,6 @@ class WeightsMetrics:
         """Show them on a daemon's page."""
         for metric in (
             *(self.bytes, self.units, self.failures, self.slots),
-            *(self.backup, self.mover_age, self.mover_restarts),
+            *(self.gpu, self.backup, self.mover_age, self.mover_restarts),
         ):
             registry.register(metric)
