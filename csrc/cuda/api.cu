@@ -243,7 +243,7 @@ int combine(epc_context* c, u32 exchange, u32 channel, u32 tokens, void* out, u3
   a.out_dtype = out_dtype;
   a.row_bytes = u32(x->at.y_row_bytes);
   const bool both = half == (kSend | kReceive), sums = expands(*x) && x->reduce == EP_REDUCE_PER_RANK;
-  if (x->gpu.overlap && both && sm_budget(*c) > 1) {
+  if (x->gpu.sums_overlap && both && sm_budget(*c) > 1) {
     a.parts = 1;
     const u32 pullers = share_of(sm_budget(*c), c->config.pinned_plan >> EPC_TUNE_PULLERS, 150);
     EPC_TRY(launch_reduce_and_pull({a, e, pullers}, {sm_budget(*c), 0, 0, c->early}, s));

@@ -32,7 +32,8 @@ struct GpuChannel {
   u64 reduced;  // [R][units] u64 tag: that rank has summed its outputs for our rows of the unit (overlap.cu, fused.cu)
   u64 heads;    // [R] TaggedWord: tag, and tokens, layer and global scale of the source (Head)
   u32 chunks, early_chunks;
-  u32 overlap;  // 1: rows are expanded and outputs summed while others are on the link (overlap.cu)
+  u32 overlap;  // 1: rows are expanded while others are on the link (overlap.cu)
+  u32 sums_overlap;  // 1: outputs are summed while others are on the link
   u32 fused;    // 1: small batches are expanded by the kernel that receives them (fused.cu)
   u32 sum_chunks, sum_parts;  // units of `reduced`: rows r % sum_chunks, and parts of their hidden size
 };

@@ -10,10 +10,14 @@ struct GpuLayout {
   u64 data_bytes;
 };
 
-// Large batches that are expanded on the receiver. Decided by the cap, so that all ranks decide alike.
-inline bool overlaps(const ep_exchange_config& x, const ep::ChannelLayout& l) {
+// Large batches whose outputs are summed where the experts are. Decided by the cap, as all of this, so that all ranks decide alike.
+inline bool sums_overlap(const ep_exchange_config& x, const ep::ChannelLayout& l) {
   return (x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED) && x.copies == EP_COPIES_PER_RANK &&
-         x.reduce == EP_REDUCE_PER_RANK && x.dispatch_dtype <= EP_BF16 && x.combine_dtype <= EP_BF16 && !x.replicated && l.source_rows * l.row_bytes >= kOverlapBytes;
+         x.reduce == EP_REDUCE_PER_RANK && x.combine_dtype <= EP_BF16 && !x.replicated && l.source_rows * l.y_row_bytes >= kOverlapBytes;
+}
+// Of those, the ones whose rows are not quantised on the way: they are expanded while others arrive.
+inline bool overlaps(const ep_exchange_config& x, const ep::ChannelLayout& l) {
+  return sums_overlap(x, l) && x.dispatch_dtype <= EP_BF16 && l.source_rows * l.row_bytes >= kOverlapBytes;
 }
 
 inline u32 chunks_of(u64 source_rows, bool fine) {
@@ -48,9 +52,10 @@ inline int make_gpu_layout(const ep_geometry& g, GpuLayout* out) {
       l.chunks = chunks_of(out->base.channel[i][c].source_rows, l.overlap);
       l.early_chunks = l.overlap ? chunks_of(out->base.channel[i][c].source_rows, false) : 0;
       l.fused = !l.overlap && fuses(g, x, out->base.channel[i][c]);
-      const bool sums = x.reduce == EP_REDUCE_PER_RANK && x.combine_dtype <= EP_BF16 && (l.overlap || l.fused);
+      l.sums_overlap = !l.fused && sums_overlap(x, out->base.channel[i][c]);
+      const bool sums = x.reduce == EP_REDUCE_PER_RANK && x.combine_dtype <= EP_BF16 && (l.sums_overlap || l.fused);
       l.sum_parts = l.fused && x.max_tokens > 1 ? 2 : 1;
-      l.sum_chunks = !sums ? 0 : l.overlap ? l.chunks : x.max_tokens < kSumUnits / l.sum_parts ? x.max_tokens : kSumUnits / l.sum_parts;
+      l.sum_chunks = !sums ? 0 : l.sums_overlap ? chunks_of(x.max_tokens, true) : x.max_tokens < kSumUnits / l.sum_parts ? x.max_tokens : kSumUnits / l.sum_parts;
       l.arrival = take(u64(g.max_ranks) * l.chunks * 16);
       l.early = take(u64(g.max_ranks) * l.early_chunks * 16);
       l.reduced = take(u64(g.max_ranks) * l.sum_chunks * l.sum_parts * 8);

@@ -104,17 +104,17 @@ __device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now)
   const Exchange& x = p.combine.exchange;
   const u32 block = blockIdx.x - p.pullers, blocks = gridDim.x - p.pullers, warps = blockDim.x / 32;
   const u32 parts = (u32(x.at.y_row_bytes / 16) + kReduceVectors - 1) / kReduceVectors;
-  for (u32 chunk = block; chunk < x.gpu.chunks; chunk += blocks) {
-    const u32 per = (x.cap - chunk + x.gpu.chunks - 1) / x.gpu.chunks;
+  for (u32 chunk = block; chunk < x.gpu.sum_chunks; chunk += blocks) {
+    const u32 per = (x.cap - chunk + x.gpu.sum_chunks - 1) / x.gpu.sum_chunks;
     for (u32 item = threadIdx.x / 32; item < (d.ranks - 1) * per * parts; item += warps) {
       const u32 part = item % parts, i = item / parts % per, source = (d.me + 1 + item / parts / per) % d.ranks;
       if (d.state->mask[source / 32] >> (source % 32) & 1)
-        reduce_part<Element>(p.expand, source * x.cap + chunk + i * x.gpu.chunks, part * kReduceVectors);
+        reduce_part<Element>(p.expand, source * x.cap + chunk + i * x.gpu.sum_chunks, part * kReduceVectors);
     }
     __syncthreads();
     if (threadIdx.x < now.members) {
       fence_system();
-      store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * x.gpu.chunks + chunk, now.tag);
+      store_relaxed(reinterpret_cast<u64*>(d.region(now.peer) + x.gpu.reduced) + u64(d.me) * x.gpu.sum_chunks + chunk, now.tag);
     }
   }
   announce_summed(p.combine, now, blocks);
@@ -127,18 +127,18 @@ __device__ __forceinline__ void pull_chunks(const PullArgs& p, const Now& now, u
   const Exchange& x = a.exchange;
   BulkPull<Element> rows;
   rows.attach(shared);
-  for (u32 chunk = blockIdx.x; chunk < x.gpu.chunks; chunk += p.pullers) {
-    const u32 n = a.tokens > chunk ? (a.tokens - chunk + x.gpu.chunks - 1) / x.gpu.chunks : 0;
-    list_owed<true>(a, chunk, n, x.gpu.chunks, owed, true);
+  for (u32 chunk = blockIdx.x; chunk < x.gpu.sum_chunks; chunk += p.pullers) {
+    const u32 n = a.tokens > chunk ? (a.tokens - chunk + x.gpu.sum_chunks - 1) / x.gpu.sum_chunks : 0;
+    list_owed<true>(a, chunk, n, x.gpu.sum_chunks, owed, true);
     bool ok = true;
     if (threadIdx.x < now.members && now.peer != d.me) {
       u64 got;
-      auto flag = reinterpret_cast<const u64*>(d.region(d.me) + x.gpu.reduced) + u64(now.peer) * x.gpu.chunks + chunk;
+      auto flag = reinterpret_cast<const u64*>(d.region(d.me) + x.gpu.reduced) + u64(now.peer) * x.gpu.sum_chunks + chunk;
       ok = wait_for(d, flag, now.tag, now.peer, kPhaseCombine, x.index, &got);
     }
     if (__syncthreads_or(!ok)) return;
     fence_bulk();
-    if (threadIdx.x < kBulkWarps * 32) rows.pull(a, chunk, n, x.gpu.chunks, 0, owed);
+    if (threadIdx.x < kBulkWarps * 32) rows.pull(a, chunk, n, x.gpu.sum_chunks, 0, owed);
     __syncthreads();
   }
 }

@@ -67,6 +67,18 @@ def test_batches_that_are_expanded_while_others_are_on_the_link(
         judge(f.run(STEPS, 180.0, plans=plans), BOUNDS[D.BF16])
 
 
+@pytest.mark.parametrize(("halves", "seed"), [(0, 3), (1, 0)])
+def test_outputs_of_quantised_batches_are_summed_while_others_are_on_the_link(
+    halves: int, seed: int
+) -> None:
+    """As without quantising, from a cap on that is too large for the kernels of small batches."""
+    shapes = [exchange(4160, layout=L.CONTIGUOUS, dispatch=D.FP8)]
+    shape = geometry(2, shapes, hidden=512, experts=4, topk=2, slots=2)
+    plans = [[(0, [70, 3])], [(0, [0, 130])]]
+    with fleet(shape, 2, seed=seed) as f:
+        judge(f.run(STEPS, 180.0, plans=plans, halves=halves), BOUNDS[D.FP8])
+
+
 def test_small_batches_as_separate_kernels() -> None:
     kinds = ("low_latency", "expand_masked", "expand_sync", "expand_per_expert")
     shapes = [exchange(64, dispatch=d, **PRESETS[k]) for k in kinds for d in (D.BF16, D.FP8)]
