@@ -6,6 +6,7 @@ medians over runs, the maximum over ranks.
 
 import argparse
 import functools
+import itertools
 import json
 import runpy
 import socket
@@ -322,20 +323,31 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     models = sorted({x["model"] for x in lines})
-    figure, panels = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False)
+    size = (5 * len(models) + 2.5, 4.5)
+    figure, panels = pyplot.subplots(
+        1, len(models), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
     for axes, model in zip(panels[0], models, strict=True):
         mine = [x for x in lines if x["model"] == model]
-        for name in dict.fromkeys(x["variant"] for x in mine):
+        # Lines that lie on each other are told apart by their markers.
+        for marker, name in zip(
+            itertools.cycle("os^vDP*Xd"), dict.fromkeys(x["variant"] for x in mine), strict=False
+        ):
             own = [x for x in mine if x["variant"] == name]
-            axes.plot([x["tokens"] for x in own], [x["total_us"] for x in own], "o-", label=name)
+            times = [x["total_us"] for x in own]
+            axes.plot([x["tokens"] for x in own], times, f"{marker}-", label=name, fillstyle="none")
         routed = [x for x in mine if x["variant"] == VARIANTS[0].name]
         tokens = [x["tokens"] for x in routed]
-        axes.plot(tokens, [x["nccl_us"] for x in routed], "s--", label="NCCL")
-        axes.plot(tokens, [x["limit_us"] for x in routed], ":", label="limit of the link")
-        axes.set(title=model, xlabel="tokens per rank", ylabel="dispatch + combine, us")
-        axes.set(xscale="log", yscale="log")
-        axes.legend(fontsize="small")
-    figure.tight_layout()
+        axes.plot(tokens, [x["nccl_us"] for x in routed], "k--", label="NCCL, all rows to all")
+        axes.plot(tokens, [x["limit_us"] for x in routed], "k:", label="limit of the link")
+        axes.set(title=model, xlabel="tokens per rank", xscale="log", yscale="log")
+        axes.set_xticks(tokens, [str(n) for n in tokens], minor=False)
+        axes.minorticks_off()
+        ticks = [2**i * 10 for i in range(10) if 2**i * 10 < 2 * max(x["total_us"] for x in lines)]
+        axes.set_yticks(ticks, [str(n) for n in ticks])
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("dispatch + combine, us")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
