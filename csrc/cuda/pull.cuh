@@ -93,8 +93,8 @@ __device__ __forceinline__ void announce_summed(const CombineArgs& a, const Now&
     store_relaxed(reinterpret_cast<u64*>(d.region(s->member[i]) + a.exchange.at.ready + d.me * sizeof(ep::Flag)), now.tag);
 }
 
-// Every block has read this exchange's number; the next kernel sees the next one. Behind a barrier of the block: all of its
-// threads have read the number then, not only the one that counts.
+// Every block has read this exchange's number; the next kernel sees the next one. Behind a barrier of the block: whichever of its
+// threads asked for the number (NowReader) has it then.
 __device__ __forceinline__ void count_exchange(const CombineArgs& a, const Now& now) {
   if (threadIdx.x) return;
   State* s = a.domain.state;
