@@ -60,20 +60,31 @@ def goals(done: Done) -> list[str]:
 
 
 def kills(done: Done) -> list[str]:
-    """Milliseconds after each kill: least, median, most."""
+    """Milliseconds after each kill: least, median, most; and by what a death shows when."""
     runs = _lines(done, "kills-")
     if not runs:
         return []
-    head = "| run | kills | survivor's call returned, ms | first complete step without it, ms |"
-    rows = [head, "|---|---|---|---|"]
+    columns = {
+        "back_ms": "survivor's call returned",
+        "complete_ms": "first complete step without it",
+        "futex_ms": "robust futex",
+        "socket_ms": "socket closed",
+        "exit_ms": "process ended",
+    }
+    rows = [
+        f"| run | kills | {' | '.join(columns.values())} |",
+        "|---|---|" + "---|" * len(columns),
+    ]
 
     def spread(lines: list[dict[str, Any]], key: str) -> str:
-        values = [x[key] for x in lines]
+        values = [x[key] for x in lines if key in x]
+        if not values:
+            return ""
         return f"{min(values):.2f}, {statistics.median(values):.2f}, {max(values):.2f}"
 
     whole = {"all": [x for lines in runs.values() for x in lines]}
     for name, lines in (runs | whole).items():
-        times = " | ".join(spread(lines, key) for key in ("back_ms", "complete_ms"))
+        times = " | ".join(spread(lines, key) for key in columns)
         rows.append(f"| {name} | {len(lines)} | {times} |")
     return rows
 

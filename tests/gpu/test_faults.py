@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import selectors
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_pool import Child
+from elasticep.native import abi
 from elasticep.native import cuda as native
 from tests.gpu.shapes import exchange, geometry, places_apart
 
@@ -23,6 +25,7 @@ SEED = int(os.environ.get("ELASTICEP_GPU_SEED", "1"))
 KILLS_JSON = os.environ.get("ELASTICEP_GPU_KILLS_JSON")
 EXCHANGES = int(os.environ.get("ELASTICEP_GPU_EXCHANGES", "5000"))
 RETURN_LIMIT_MS = 20.0
+DEATH_LIMIT_S = 60.0
 
 
 def spec(ranks: int, topk: int = 1, experts: int = 8) -> FleetSpec:
@@ -36,10 +39,41 @@ def spec(ranks: int, topk: int = 1, experts: int = 8) -> FleetSpec:
     )
 
 
+def kill(fleet: Fleet, rank: int) -> tuple[int, dict[str, float]]:
+    """SIGKILL; when it was, and by what a death shows and after how many ms.
+
+    `futex_ms`: the kernel has marked the rank's lock; `socket_ms`: its end of a socket is closed;
+    `exit_ms`: the process has ended. The last two come after its CUDA context is taken down.
+    """
+    child = fleet.children[rank]
+    pidfd = os.pidfd_open(child.process.pid)
+    found: dict[str, float] = {}
+    with selectors.DefaultSelector() as ready:
+        ready.register(pidfd, selectors.EVENT_READ, "exit_ms")
+        ready.register(child.connection, selectors.EVENT_READ, "socket_ms")
+        ready.register(fleet.watcher.fd, selectors.EVENT_READ, "futex_ms")
+        killed_ns = time.monotonic_ns()
+        child.process.kill()
+        while len(found) < 3:
+            shown = ready.select(DEATH_LIMIT_S)
+            now_ns = time.monotonic_ns()
+            assert shown, f"rank {rank} was killed, and after {DEATH_LIMIT_S} s only {found}"
+            for key, _ in shown:
+                if key.data != "futex_ms":
+                    found[key.data] = (now_ns - killed_ns) / 1e6
+                    ready.unregister(key.fileobj)
+                    continue
+                for event in fleet.watcher.events():
+                    if event.key == rank and event.kind == abi.EventKind.DIED:
+                        found.setdefault("futex_ms", (event.at_ns - killed_ns) / 1e6)
+    os.close(pidfd)
+    return killed_ns, found
+
+
 def kill_one_after_another(victims: int, seed: int) -> list[dict[str, Any]]:
     """Each victim joins, serves, and dies at a random moment; times in ms since its death."""
     moments = random.Random(seed)
-    killed_ns: dict[int, int] = {}
+    deaths: dict[int, tuple[int, dict[str, float]]] = {}
     with Fleet(spec(victims + 1)) as fleet:
 
         def on_report(_: Child, report: tuple[str, int]) -> None:
@@ -50,13 +84,13 @@ def kill_one_after_another(victims: int, seed: int) -> list[dict[str, Any]]:
                 fleet.children[0].connection.send("joined")
             else:
                 threading.Event().wait(moments.random() * 0.02)
-                killed_ns[rank] = time.monotonic_ns()
-                fleet.children[rank].process.kill()
+                deaths[rank] = kill(fleet, rank)
 
         fleet.start(f"{PROGRAMS}:kills", victims=list(range(1, victims + 1)))
         lines = fleet.finish(200, on_report, may_die=True)[0]
     for line in lines:
-        died = killed_ns[line["victim"]]
+        died, shown = deaths[line["victim"]]
+        line |= shown
         line["back_ms"] = (line.pop("back_ns") - died) / 1e6
         line["complete_ms"] = (line.pop("complete_ns") - died) / 1e6
     return list(lines)

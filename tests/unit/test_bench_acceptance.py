@@ -165,10 +165,13 @@ def test_times_are_held_against_the_goals() -> None:
 
 def test_kills_and_checks_are_summed_up() -> None:
     runs = {
-        f"kills-{i}": {"found": {f"kills-{i}": [{"back_ms": i + k, "complete_ms": 9.0}]}}
+        f"kills-{i}": {
+            "found": {f"kills-{i}": [{"back_ms": i + k, "complete_ms": 9.0, "futex_ms": k}]}
+        }
         for i, k in ((1, 0.5), (2, 0.25))
     }
-    assert kills(runs)[-1] == "| all | 2 | 1.50, 1.88, 2.25 | 9.00, 9.00, 9.00 |"
+    after = "1.50, 1.88, 2.25 | 9.00, 9.00, 9.00 | 0.25, 0.38, 0.50 |  |  |"
+    assert kills(runs)[-1] == f"| all | 2 | {after}"
     times = {"off-1": 20.0, "on-1": 21.0, "off-2": 20.0, "on-2": 21.0}
     lines = {f"checks-{k}": [line("m", "ROUTED", 64, us)] for k, us in times.items()}
     assert checks({"c": {"found": lines}})[2] == "| 64 | 20.0 20.0 | 21.0 21.0 | +5.0% |"
