@@ -31,6 +31,7 @@ class Member(threading.Thread):
         self.incarnation = 0
         self.ready = threading.Event()  # this incarnation can be given views
         self.epoch = 0
+        self.ran: set[int] = set()  # epochs of this incarnation
         self.wrong: str | None = None
         self.opening = threading.Lock()
 
@@ -49,7 +50,7 @@ class Member(threading.Thread):
         """One incarnation."""
         with self.opening:
             self.incarnation += 1
-            self.epoch = 0
+            self.epoch, self.ran = 0, set()
             seats = self.world.stand.seats
             self.seat.open(self.incarnation, seats, len(seats))
         self.ready.set()
@@ -59,6 +60,7 @@ class Member(threading.Thread):
             if result.status is Status.EXPELLED:
                 break
             self.epoch = max(self.epoch, result.epoch)
+            self.ran.add(result.epoch)
             if result.status is Status.RUN:
                 self.step(result)
                 continue
@@ -129,7 +131,8 @@ class World:
         self.mutex = threading.Lock()
         self.steps: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
         self.views: dict[int, dict[int, int]] = {}
-        self.completed: set[int] = set()  # epochs in which a step was complete
+        # Epoch in which a step was complete -> what those that completed one had run in till then.
+        self.completed: dict[int, set[int]] = defaultdict(set)
         self.notes: dict[str, int] = defaultdict(int)
         self.members = [Member(self, rank) for rank in range(ranks)]
 
@@ -138,10 +141,18 @@ class World:
             self.notes[what] += 1
 
     def left_in(self, rank: int, incarnation: int) -> int:
-        """A later view without this incarnation in which others have completed a step, or 0."""
+        """A later view without this incarnation in which a step was completed by somebody who had
+        run in a view with it, or 0. Who comes in later leaves nobody behind: it may pass a barrier
+        before those have that do, and complete a step without exchanges in its view.
+        """
         with self.mutex:
-            later = [e for e in self.completed if e > self.members[rank].epoch]
-            return next((e for e in later if self.views[e].get(rank) != incarnation), 0)
+            for epoch, before in self.completed.items():
+                without = self.views[epoch].get(rank) != incarnation
+                if epoch <= self.members[rank].epoch or not without:
+                    continue
+                if any(self.views[e].get(rank) == incarnation for e in before):
+                    return epoch
+            return 0
 
     def complete(self, rank: int, incarnation: int, info: native.StepResult) -> None:
         with self.mutex:
@@ -150,7 +161,7 @@ class World:
             told = self.steps[info.step]
             told[rank] = info.epoch
             assert len(set(told.values())) == 1, f"step {info.step} is complete in {told}"
-            self.completed.add(info.epoch)
+            self.completed[info.epoch] |= {e for e in self.members[rank].ran if e}
             self.notes["complete"] += 1
 
     def propose(self, epoch: int, view: dict[int, int]) -> None:
