@@ -42,8 +42,8 @@ std::shared_ptr<Target> find(int64_t key) {
 }
 
 void refuse(Target& target, int code, const std::string& text) {
-  target.code = code;
-  target.text = text;
+  // What a handler of a signal raised is not forgotten over the errors of an engine that goes on.
+  if (target.code != EP_EINTR) target.code = code, target.text = text;
   throw std::runtime_error(text);
 }
 
