@@ -251,8 +251,14 @@ void Link::close() {
   if (thread_.joinable()) thread_.join();
   if (stop_event_ >= 0) ::close(stop_event_);
   stop_event_ = -1;
-  int fd = fd_.exchange(-1);
-  if (fd >= 0) ::close(fd);
+  // A thread that waits in `send` is woken, and has left the descriptor alone before that names anything else.
+  const int fd = fd_.load();
+  if (fd >= 0) shutdown(fd, SHUT_RDWR);
+  {
+    std::lock_guard<std::mutex> guard(send_mutex_);
+    fd_.store(-1);
+    if (fd >= 0) ::close(fd);
+  }
   for (int own : own_fds_) ::close(own);
   own_fds_.clear();
 }

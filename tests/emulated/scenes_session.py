@@ -1,6 +1,12 @@
 """Native sessions of the CUDA plane with a daemon's stand-in, on an emulated GPU."""
 
+import fcntl
+import itertools
 import os
+import struct
+import termios
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -8,6 +14,7 @@ import numpy as np
 from elasticep.native import abi, cuda_session, region
 from elasticep.native import cuda as native
 from elasticep.testing import emulated_cuda
+from elasticep.testing.fd_socket import message_of, send
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.placements import spread
 from elasticep.testing.small import EXPERTS, LAYERS, TOPK, exchange, geometry
@@ -64,3 +71,37 @@ def counters() -> Any:
             seen.append(told())
         library.epc_session_close(session)
     return seen
+
+
+class Deaf(EmulatedGroup):
+    """A daemon that reads nothing until it is told to."""
+
+    reads = threading.Event()
+
+    def _heard(self, rank: int, message: abi.Message) -> None:
+        self.reads.wait()
+        super()._heard(rank, message)
+
+
+def unread() -> float:
+    """A session ends while its thread waits for a daemon that takes no answers; seconds."""
+    with Deaf(geometry(1, exchange())) as group:
+        session = cuda_session.open_session(group.socket_path, group.ticket(0), 60_000)
+        group.wait_for(lambda: group._seats[0].runner is not None, "the engine")
+        runner = group._seats[0].runner
+        assert runner is not None
+        for _ in range(3000):  # refused: no descriptors come with them
+            send(runner, bytes(message_of(abi.MessageType.STAGE, a=1)), [])
+        counts = [0]
+
+        def full() -> bool:
+            answer = fcntl.ioctl(runner, termios.FIONREAD, struct.pack("i", 0))
+            counts.append(struct.unpack("i", answer)[0])
+            return counts[-1] > 0 and len(set(itertools.islice(reversed(counts), 100))) == 1
+
+        until(full, "the session to have no room for more answers")
+        began = time.monotonic()
+        cuda_session.session_api().epc_session_close(session)
+        took = time.monotonic() - began
+        group.reads.set()
+    return took

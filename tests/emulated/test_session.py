@@ -13,3 +13,8 @@ def test_case_13_a_daemon_reads_loads_that_lie_on_a_gpu_from_the_header() -> Non
     once[1, [0, 1, 2, 5]] = [1, 1, 2, 1]
     assert first == second == once.tolist()
     assert third == (2 * once).tolist()
+
+
+def test_a_session_ends_at_once_though_its_daemon_takes_no_answers() -> None:
+    """And its thread does not go on with a descriptor that may be another's by then."""
+    assert run("tests.emulated.scenes_session:unread") < 20
