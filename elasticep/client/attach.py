@@ -95,13 +95,17 @@ def _attach_cuda(
     finally:
         if arena >= 0:
             os.close(arena)
-    return CudaSession(
-        handle,
-        agreed,
-        rank=settings.rank,
-        incarnation=inc,
-        release=lambda: _release(settings, inc),
-    )
+    try:
+        return CudaSession(
+            handle,
+            agreed,
+            rank=settings.rank,
+            incarnation=inc,
+            release=lambda: _release(settings, inc),
+        )
+    except BaseException:  # as of a torch without CUDA: nobody else would let go of the rank
+        handle.close()
+        raise
 
 
 def _settings(

@@ -1,9 +1,12 @@
 """Client sessions on emulated GPUs beside those of the CPU plane: what the same dispatch gives."""
 
+from types import SimpleNamespace
 from typing import Any, Final
 
+import pytest
 import torch
 
+from elasticep.client.attach import _attach_cuda
 from elasticep.client.cuda_handle import CudaHandle
 from elasticep.client.cuda_session import CudaSession
 from elasticep.client.received import Received
@@ -249,3 +252,19 @@ def torn() -> list[list[int]]:
         session.detach()
     group.close()
     return first
+
+
+def no_torch_for_gpus() -> list[int]:
+    """Attaching with a torch that makes no tensors on GPUs; who has the rank before and after."""
+    setup = config(Device.CUDA, EXCHANGES)
+    with EmulatedGroup(geometry_struct(setup)) as group:
+        settings: Any = SimpleNamespace(rank=0)
+        holders = []
+        for _ in range(2):
+            answer: Any = SimpleNamespace(
+                fd_socket=group.socket_path, ticket=group.ticket(0), incarnation=1
+            )
+            with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+                _attach_cuda(answer, setup, settings, 60_000)
+            holders.append(group.status(0).engine_pid)
+    return holders

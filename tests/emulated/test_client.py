@@ -20,3 +20,7 @@ def test_counts_agree_with_the_ids_in_torn_steps_too() -> None:
     told = run(f"{SCENES}:torn")
     assert told[::2] == told[1::2]
     assert sum(told[0]) > sum(told[4]) > 0
+
+
+def test_an_attach_that_fails_on_the_engine_s_side_keeps_no_rank() -> None:
+    assert run(f"{SCENES}:no_torch_for_gpus") == [0, 0]
