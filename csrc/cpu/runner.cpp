@@ -71,8 +71,14 @@ int Runner::stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds
   BankTables tables(layout_, image.base);
   if (tables.head->epoch != epoch) return fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", (unsigned long long)epoch, (unsigned long long)tables.head->epoch);
   failpoint(*own_.header, EP_FAIL_STAGE);
-  u64 running = own_.header->epoch.load();
-  if (running && (epoch <= running || epoch >= running + EP_BANKS))
+  const u64 running = own_.header->epoch.load();
+  bool known;
+  {
+    std::lock_guard<std::mutex> guard(views_mutex_);
+    known = views_[epoch % EP_BANKS].epoch == epoch;
+  }
+  const bool again = known && epoch == running;
+  if (running && !again && (epoch <= running || epoch >= running + EP_BANKS))
     return fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", (unsigned long long)epoch, (unsigned long long)running, EP_BANKS - 1);
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i] >= g_.max_ranks || ranks[i] == me_) return fail(EP_EINVAL, "stage names peer %u", ranks[i]);
@@ -92,7 +98,7 @@ int Runner::stage(u64 epoch, const std::vector<u32>& ranks, std::vector<int> fds
     std::lock_guard<std::mutex> guard(views_mutex_);
     const StagedView& held = views_[epoch % EP_BANKS];
     if (held.epoch == epoch) {
-      // Said again, as after a restart of the daemon. Its bank may be adopted at any moment, so it is not written twice.
+      // Said again, as after a restart of the daemon. It may be adopted at any moment, or has been, so its bank is not written twice.
       if (held.tables.head->digest == tables.head->digest) return 0;
       return fail(EP_EINVAL, "epoch %llu is staged with digest %016llx and came again with %016llx; an epoch has one view", (unsigned long long)epoch,
                   (unsigned long long)held.tables.head->digest, (unsigned long long)tables.head->digest);

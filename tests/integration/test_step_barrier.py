@@ -104,6 +104,28 @@ def test_a_joiner_whose_region_is_of_a_group_further_on_joins_a_younger_one(laun
             session.close()
 
 
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_a_view_may_be_said_again_when_it_runs_but_not_another_one_under_its_number(
+    launch: int,
+) -> None:
+    """A daemon that was restarted does not know yet that the rank has it: it is no error of the
+    rank, for which others would be expelled.
+    """
+    g = geometry(2, exchange(), launch=launch)
+    table = spread(g, [0, 1])
+    with LocalGroup(g, timeouts=timeouts()) as group:
+        session = group.session(0)
+        group.stage(1, 0, [0], spread(g, [0]))
+        session.begin()
+        assert session.end()
+        group.stage(1, 0, [0], spread(g, [0]))
+        with pytest.raises(RuntimeError, match="epoch 1 is staged with digest"):
+            group.stage(1, 0, [0, 1], table, only=[0])
+        assert session.begin().epoch == 1
+        assert session.end()
+        session.close()
+
+
 def test_a_barrier_that_is_tried_again_announces_what_its_cells_say() -> None:
     """All see the same tokens, by which they choose between decode and prefill."""
     with World(geometry(2, exchange()), timeouts=timeouts()) as world:
