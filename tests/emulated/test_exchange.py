@@ -50,7 +50,11 @@ def test_bulk_copies(dtype: abi.Dtype, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tuning", "seed"), [(native.Tuning.NONE, 0), (native.Tuning.VIA_REGION, 5)]
+    ("tuning", "seed"),
+    [
+        (native.Tuning.NONE, 0),
+        pytest.param(native.Tuning.VIA_REGION, 5, marks=pytest.mark.long),
+    ],
 )
 def test_batches_that_are_expanded_while_others_are_on_the_link(
     tuning: native.Tuning, seed: int
