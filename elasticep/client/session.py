@@ -381,8 +381,8 @@ class Session:
     # ---- end
 
     def detach(self) -> None:
-        """Give the rank back. Tensors that an exchange returned must not be used any more, and
-        those of `weights` are other experts' before long.
+        """Give the rank back. Tensors that an exchange returned must not be used any more; those of
+        `weights` are other experts' before long, and on a GPU their memory is gone, too.
 
         Calling it again does nothing.
 
