@@ -210,7 +210,9 @@ int WeightsMirror::fill(const Order& order) {
   auto work_in = [&](size_t lane) {
     if (const int bad = work(run, lanes_[lane])) {
       std::lock_guard<std::mutex> guard(run.mutex);
-      if (!run.status.exchange(bad)) run.text = ep_last_error();
+      if (run.status) return;
+      run.text = ep_last_error();
+      run.status = bad;
     }
   };
   std::vector<std::thread> helpers;

@@ -170,6 +170,7 @@ void epc_session::answer(const ep::Received& message) {
     staged_at = ep::now_ns();
     changed.notify_all();
   }
+  if (status && stop) return;  // the end of the session has called it off, and is told otherwise
   tell(EP_MSG_STAGED, message.head.a, 0, status, status ? ep_last_error() : "");
 }
 
@@ -185,6 +186,13 @@ int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vect
   if (view.head->epoch != epoch)
     return ep::fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", shown, static_cast<unsigned long long>(view.head->epoch));
   const u64 running = header().epoch.load();
+  bool again;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    again = tables[epoch % EP_BANKS].epoch == epoch;
+  }
+  // Said again, as after a restart of the daemon, also of the view that runs by now: nothing is done, if it is the same one.
+  if (again && epoch >= running) return context->stage(reinterpret_cast<const u8*>(image.data()));
   if (running && (epoch <= running || epoch >= running + EP_BANKS))
     return ep::fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", shown,
                     static_cast<unsigned long long>(running), EP_BANKS - 1);

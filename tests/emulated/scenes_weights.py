@@ -317,6 +317,26 @@ def in_use() -> Any:
         return said
 
 
+def said_again() -> Any:
+    """A view comes again when it runs, as from a daemon that was restarted; then another one under
+    its number.
+    """
+    with Stage() as group:
+        group.open()
+        group.stage(1, 0, [0], group.table)
+        group.step(1)
+        group.stage(1, 0, [0], group.table)
+        other = moved(group.table, {0: 6})
+        group.put(other)
+        group.stage(1, 0, [0], other, wait=False)
+        said = group.refusal(1)
+        copied, _ = group.copied
+        group.step(1)
+        group.check(group.table)
+        group.end()
+        return [copied, said]
+
+
 def missing() -> Any:
     """A view comes before what it names is in the arena."""
     with Stage() as group:

@@ -36,6 +36,13 @@ def test_a_slot_that_a_running_view_names_is_not_overwritten() -> None:
     assert "layer 0 slot 5 of rank 0 is used by view 1" in run(f"{SCENES}:in_use")
 
 
+def test_a_view_may_be_said_again_when_it_runs() -> None:
+    """It is no error of the rank, for which others would be expelled."""
+    copied, said = run(f"{SCENES}:said_again")
+    assert copied == LAYERS * 12
+    assert "view 1 is staged already, with another content" in said
+
+
 def test_a_view_whose_weights_are_not_in_the_arena_is_not_staged() -> None:
     empty, filling = run(f"{SCENES}:missing")
     assert "layer 0 slot 12 of rank 0 is empty, not expert 3" in empty
