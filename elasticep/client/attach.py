@@ -51,8 +51,11 @@ def attach(
         DaemonUnavailable: nobody answers behind the socket.
         UnknownGroup, UnknownRank, SeatTaken: what the daemon says of group and rank.
         GroupMismatch: the group exists with another config, or another version's memory layout.
-        MemoryShort: the GPU has too little room for the expert weights; names both numbers.
-        AttachError: the rank was not ready within `timeout`.
+        MemoryShort: host, cgroup or GPU have too little room for the rank's region or its expert
+            weights; names both numbers. At once, however long `timeout` is.
+        DescriptorsShort, NativeError: the daemon cannot make the region for want of descriptors or
+            of a library.
+        AttachError: the rank was not ready within `timeout`, or its worker ends whenever it starts.
         ConfigError: group or rank are not given, or cannot be used.
     """
     if not timeout > 0:

@@ -162,16 +162,16 @@ class Seat:
         self.move(Phase.JOINING, now_ms, f"incarnation {self.incarnation} is granted to {node}")
 
     def end(self, now_ms: int, why: str, *, counts: bool, window_ms: int) -> None:
-        """The present incarnation is over; `counts`: for flap damping, within `window_ms`, and for
-        start backoff.
+        """The present incarnation is over; `counts`: if an engine had attached for flap damping,
+        within `window_ms`, else for start backoff.
         """
         self.move(Phase.FENCED, now_ms, why)
         self.why, self.wait, self.over_ms = why, None, now_ms
         if not counts:
             return
         self.ended_ms = [t for t in self.ended_ms if now_ms - t < window_ms]
-        self.ended_ms.append(now_ms)
         if self.attached:
+            self.ended_ms.append(now_ms)
             self.failed_starts = 0
             return
         first, longest = _START_BACKOFF_MS

@@ -284,6 +284,11 @@ def error_of(code: int, what: str, text: str | None = None) -> errors.ElasticEPE
     return kind(f"{what}: {text}" if what else text)
 
 
+def code_of(error: errors.ElasticEPError) -> int:
+    """The code from which `error_of` makes an error of this kind, else of `NativeError`."""
+    return next((code for code, kind in _ERRORS.items() if type(error) is kind), -errno.EIO)
+
+
 def check(code: int, what: str) -> int:
     """Return `code` if it is not negative; raise the typed error otherwise."""
     if code < 0:

@@ -7,6 +7,8 @@ Whatever goes wrong ends the incarnation for which it was started, with the reas
 
 from typing import TYPE_CHECKING
 
+from elasticep.errors import AttachError, ElasticEPError
+from elasticep.native import abi
 from elasticep.native.structs import MessageType, Role
 from elasticep.runtime import seats
 from elasticep.runtime.liveness.process import Process
@@ -80,12 +82,19 @@ class Allocation:
         if not self._waiting():
             return
         incarnation = self._incarnation
-        if message.status or len(fds) != 1:
-            self._over(incarnation, message.text or "the allocator sent no memory")
+        try:
+            if message.status < 0:
+                text = message.body.decode("utf-8", "replace") or message.text
+                raise abi.error_of(message.status, "", text)
+            if len(fds) != 1:
+                raise AttachError("the allocator sent no memory")
+            keeper.take_memory(keeper.group.memory_on_device(keeper.rank, fds.pop()))
+            assert keeper.memory is not None
+            keeper.memory.header.grant(incarnation)
+        except ElasticEPError as error:
+            keeper.apply(keeper.start_failed(error))
+            self.stop()
             return
-        keeper.take_memory(keeper.group.memory_on_device(keeper.rank, fds.pop()))
-        assert keeper.memory is not None
-        keeper.memory.header.grant(incarnation)
         keeper.apply(seats.Allocated(incarnation))
 
     def stop(self) -> None:

@@ -10,8 +10,8 @@ import socket
 import sys
 
 from elasticep.errors import ElasticEPError
-from elasticep.native import cuda
-from elasticep.native.structs import Error, Geometry, MessageType, Role
+from elasticep.native import abi, cuda
+from elasticep.native.structs import Geometry, MessageType, Role
 from elasticep.runtime.transport.connection import close_all, receive, send
 from elasticep.runtime.transport.messages import Message
 
@@ -52,7 +52,10 @@ def _serve(path: str, ticket: str) -> None:
             fd = cuda.create_region(geometry, order.d)
         except ElasticEPError as error:
             failed = Message(
-                kind=MessageType.MEMORY, rank=order.rank, status=Error.ESHORT, text=str(error)
+                kind=MessageType.MEMORY,
+                rank=order.rank,
+                status=abi.code_of(error),
+                body=str(error).encode(),  # whole: its end is the remedy
             )
             send(sock, failed.pack(), ())
             raise

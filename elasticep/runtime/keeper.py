@@ -25,6 +25,7 @@ from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.regions.keep import KeptProcess, KeptSeat
 from elasticep.runtime.regions.memory import SeatMemory
 from elasticep.runtime.seats import OVER, Half, SeatState
+from elasticep.runtime.start_failure import StartFailure
 from elasticep.runtime.transport.connection import Connection
 from elasticep.runtime.transport.messages import Message
 
@@ -52,6 +53,7 @@ class SeatKeeper:
         runner_link: connection of whoever runs the kernels.
         engine_link: connection of the engine.
         allocation: who makes the memory, on a GPU.
+        failure: why the last start came to nothing.
         changed: notified after every event.
         granted_ns: CLOCK_MONOTONIC of the last grant.
     """
@@ -73,6 +75,7 @@ class SeatKeeper:
         self.killed_ns = 0  # when a fault was injected
         self.ended_ns = 0  # when the last incarnation was expelled
         self.allocation = Allocation(self)
+        self.failure = StartFailure()
         self._gate = ExitGate()
         self._events: deque[seats.Event] = deque()
         self._running = False
@@ -162,12 +165,16 @@ class SeatKeeper:
             if self.seat.launch is Launch.SERVICE:
                 self._spawn(incarnation)
         except (ElasticEPError, OSError) as error:
-            self.log.error("seat.start_failed", incarnation=incarnation, error=str(error))
-            self._events.append(seats.Ended(incarnation, str(error), failed=True))
+            self._events.append(self.start_failed(error))
             if self.seat.launch is Launch.SERVICE and self.worker is None:
                 self._events.append(seats.Exited(Holder.RUNNER, incarnation))
             return False
         return True
+
+    def start_failed(self, error: ElasticEPError | OSError) -> seats.Ended:
+        """The present incarnation cannot come up; the event that ends it."""
+        self.log.error("seat.start_failed", incarnation=self.seat.incarnation, error=str(error))
+        return self.failure.note(self.seat, error)
 
     def _spawn(self, incarnation: int) -> None:
         ticket = self.node.tickets.issue(self, Role.WORKER, incarnation)

@@ -244,9 +244,18 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             # This daemon started anew and nobody brought the memory back, so the lock cannot be
             # read. But who asks for the seat has let go of it; its process is not to be killed.
             keeper.apply(seats.Released(Holder.ENGINE, keeper.seat.incarnation))
-        await keeper.changed.until(lambda: keeper.free(pid) or keeper.taken(pid), left_s)
+
+        def failed() -> ElasticEPError | None:
+            return keeper.failure.of(keeper.seat)
+
+        await keeper.changed.until(
+            lambda: bool(keeper.free(pid) or keeper.taken(pid) or failed()), left_s
+        )
         if keeper.free(pid):
             return
+        failure = failed()
+        if failure is not None:  # the seat is started again in a while, whoever asks
+            raise failure.with_traceback(None)
         what = f"rank {keeper.rank} of group {keeper.group.name!r}"
         if keeper.taken(pid):
             holder = keeper.engine.pid if keeper.engine is not None else keeper.reserved_pid

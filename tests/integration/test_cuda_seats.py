@@ -9,8 +9,9 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import pytest
 
 from elasticep.device import Device
@@ -21,7 +22,7 @@ from elasticep.native.library import CORE_NAME, CUDA_NAME, LIBRARY_DIR
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
-from elasticep.testing.node import DaemonProcess, wait_for
+from elasticep.testing.node import DaemonProcess, reason_of, wait_for
 
 # epc_region_create: a memfd of the group's size; device 7 is full, device 6 takes for ever.
 _LIBRARY = r"""
@@ -128,6 +129,22 @@ def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(librar
         again = lab.controller.wait_seat("g", 0, types_pb2.SEAT_STATE_DEAD, 2)  # tried anew
         assert again.cause == dead.cause
         assert not daemon.events("memory.taken")
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        assert reason_of(caught.value) == "MEMORY_SHORT"
+
+
+def test_an_engine_hears_at_once_that_there_is_no_cuda_library(tmp_path: Path) -> None:
+    (tmp_path / CORE_NAME).symlink_to(LIBRARY_DIR / CORE_NAME)
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, tmp_path, "g:0")
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        assert reason_of(caught.value) == "NATIVE"
+        text = str(cast(grpc.Call, caught.value).details())
+        assert str(tmp_path / CUDA_NAME) in text
+        assert text.endswith("build with ELASTICEP_CUDA=ON where nvcc is on PATH"), "not cut"
 
 
 def test_an_allocator_that_dies_ends_the_incarnation(libraries: Path) -> None:

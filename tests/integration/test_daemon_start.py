@@ -5,15 +5,18 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import cast
 
+import grpc
 import pytest
 
 from elasticep.geometry import GroupGeometry
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
-from elasticep.testing.node import DaemonProcess, wait_for
+from elasticep.testing.node import DaemonProcess, reason_of, wait_for
 
 
 def failed(daemon: DaemonProcess) -> str:
@@ -58,6 +61,15 @@ def test_failed_starts_are_one_line_and_leave_nothing() -> None:
         assert first.status().node == "n0"
 
 
+def refused(daemon: DaemonProcess, group: str, rank: int, wait_ms: int) -> tuple[str, str]:
+    """The word and the sentence of an attach that fails, long before the time it may take."""
+    began = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        daemon.attach(group, rank, wait_ms=wait_ms)
+    assert time.monotonic() - began < wait_ms / 2000
+    return reason_of(caught.value), cast(grpc.Call, caught.value).details() or ""
+
+
 def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> None:
     huge = ExchangeSpec.preset("ROUTED", max_tokens=65_536)
     geometry = GroupGeometry(
@@ -69,6 +81,9 @@ def test_memory_that_is_short_ends_the_seat_with_both_numbers_and_pauses() -> No
         cause = lab.dead(0, 1).cause
         assert "needs" in cause
         assert "are available" in cause
+        for _ in range(2):  # also who asks while it is tried again
+            word, text = refused(daemon, "g", 0, wait_ms=120_000)
+            assert (word, text) == ("MEMORY_SHORT", cause)
         lab.dead(0, 3)
         times = [e["timestamp"] for e in daemon.events("seat.start_failed")]
         assert len(times) >= 3
@@ -143,6 +158,8 @@ def test_a_seat_that_finds_no_descriptors_ends_with_the_reason() -> None:
         assert "a seat of group 'h' needs 8 file descriptors; this process has" in cause
         assert "LimitNOFILE" in cause
         assert lab.step(engines)[0].startswith("stepped 1 ")
+        word, text = refused(daemon, "h", 0, wait_ms=120_000)
+        assert (word, text) == ("DESCRIPTORS_SHORT", cause)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
         ready = types_pb2.SEAT_STATE_READY  # under which incarnation is the tries' affair
         wait_for(lambda: daemon.seat("h", 0).seat.state == ready, "its seat of h is ready")

@@ -197,4 +197,7 @@ def test_memory_that_is_not_there_is_a_typed_error() -> None:
         event = wait_for(lambda: daemon.events("seat.start_failed"), "the refusal")[0]
         assert "bytes and" in event["error"]
         assert "available" in event["error"]
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        assert reason_of(caught.value) == "MEMORY_SHORT"
         assert os.path.exists(f"/proc/{daemon.pid}")

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from elasticep.errors import UsageError
+from elasticep.errors import AttachError, MemoryShort, UsageError
 from elasticep.native.structs import Holder, Launch
 from elasticep.runtime import seats
 from elasticep.runtime.liveness.exits import ExitGate
 from elasticep.runtime.seats import Half, Seat, SeatState, advance
+from elasticep.runtime.start_failure import StartFailure
 
 RUNNER, ENGINE = Holder.RUNNER, Holder.ENGINE
 DEAD, EMPTY = seats.Report(SeatState.ENDING), seats.Report(SeatState.EMPTY)
@@ -301,3 +302,26 @@ def test_every_reachable_state_keeps_its_promises() -> None:
     for world in seen:
         if world.seat.state is SeatState.ENDING:
             assert settle(world).seat.state is SeatState.EMPTY
+
+
+def test_a_start_that_failed_is_told_until_the_next_one() -> None:
+    failure = StartFailure()
+    seat, _ = after(Seat(launch=Launch.INLINE), seats.Granted(1))
+    assert failure.of(seat) is None
+    error = MemoryShort("needs 2 bytes and 1 is available")
+    seat, _ = after(seat, failure.note(seat, error))
+    assert failure.of(seat) is error
+    seat, _ = after(seat, seats.Granted(2, allocate=True))
+    assert failure.of(seat) is None
+    seat, _ = after(seat, failure.note(seat, OSError(11, "Resource temporarily unavailable")))
+    assert isinstance(failure.of(seat), AttachError)
+    seat, _ = after(seat, seats.Granted(3), seats.Ended(3, "detached"))
+    assert failure.of(seat) is None
+
+
+def test_a_worker_that_ends_again_and_again_is_told_without_waiting_for_one_that_does_not() -> None:
+    failure, seat = StartFailure(), Seat(launch=Launch.SERVICE)
+    for number in (1, 2, 3):
+        assert failure.of(seat) is None
+        seat, _ = after(seat, seats.Granted(number), seats.Exited(RUNNER, number, "status 1"))
+    assert "worker exited (status 1), 3 times in a row; see" in str(failure.of(seat))

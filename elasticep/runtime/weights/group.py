@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from elasticep.errors import ElasticEPError, Unavailable
 from elasticep.proto import node_pb2, types_pb2
-from elasticep.runtime import seats
 from elasticep.runtime.node import Node
 from elasticep.runtime.regions.peers import Endpoint
 from elasticep.runtime.seats import Half
@@ -92,13 +91,12 @@ class GroupWeights:
             seat.opening = asyncio.create_task(self._open(seat))
 
     async def _open(self, seat: SeatWeights) -> None:
-        keeper, incarnation = seat.keeper, seat.keeper.seat.incarnation
+        keeper = seat.keeper
         try:
             name = f"rank {seat.rank} of group {self.name!r}"
             memory = await self.reserve(self.layout, seat.rank, name)
         except (ElasticEPError, OSError) as error:
-            keeper.log.error("seat.start_failed", incarnation=incarnation, error=str(error))
-            keeper.apply(seats.Ended(keeper.seat.incarnation, str(error), failed=True))
+            keeper.apply(keeper.start_failed(error))
             return
         finally:
             seat.opening = None
