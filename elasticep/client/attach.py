@@ -10,7 +10,13 @@ from elasticep.client.session import Session
 from elasticep.client.step import LONGEST_S
 from elasticep.config import ClientConfig, load_config
 from elasticep.device import Device
-from elasticep.errors import ConfigError, DaemonUnavailable, GroupMismatch, Unavailable
+from elasticep.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    GroupMismatch,
+    NativeError,
+    Unavailable,
+)
 from elasticep.group import GroupConfig
 from elasticep.native import abi
 
@@ -54,7 +60,7 @@ def attach(
         MemoryShort: host, cgroup or GPU have too little room for the rank's region or its expert
             weights; names both numbers. At once, however long `timeout` is.
         DescriptorsShort, NativeError: the daemon cannot make the region for want of descriptors or
-            of a library.
+            of a library; the torch of this process has no CUDA.
         AttachError: the rank was not ready within `timeout`, or its worker ends whenever it starts.
         ConfigError: group or rank are not given, or cannot be used.
     """
@@ -106,7 +112,13 @@ def _attach_cuda(
             incarnation=inc,
             release=lambda: _release(settings, inc),
         )
-    except BaseException:  # as of a torch without CUDA: nobody else would let go of the rank
+    except AssertionError as error:  # torch's for a build without CUDA
+        handle.close()
+        raise NativeError(
+            f"rank {settings.rank} of group {agreed.name!r} has its memory on {handle.device}, "
+            f"which the torch of this process cannot use: {error}; install a torch for CUDA"
+        ) from error
+    except BaseException:  # nobody else would let go of the rank
         handle.close()
         raise
 

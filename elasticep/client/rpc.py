@@ -30,4 +30,9 @@ def typed_error(error: grpc.RpcError, socket: str, what: str) -> ElasticEPError:
             f"{what}: the daemon behind {socket} did not answer in time; see `elasticep status`, "
             "or allow more time"
         )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return DaemonUnavailable(
+            f"{what}: what answers behind {socket} is no daemon of this version ({details}); set "
+            "ELASTICEP_SOCKET to the daemon's socket, and install one version everywhere"
+        )
     return AttachError(f"{what}: {details} ({code.name})")

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 
-from elasticep.errors import ElasticEPError
+from elasticep.errors import ElasticEPError, UsageError
 from elasticep.native import abi, cuda
 from elasticep.native.structs import Geometry, MessageType, Role
 from elasticep.runtime.transport.connection import close_all, receive, send
@@ -49,7 +49,7 @@ def _serve(path: str, ticket: str) -> None:
             raise ConnectionRefusedError(order.text or f"answered with {order.kind.name}")
         geometry = Geometry.from_buffer_copy(order.body)
         try:
-            fd = cuda.create_region(geometry, order.d)
+            fd = _region(geometry, order.d)
         except ElasticEPError as error:
             failed = Message(
                 kind=MessageType.MEMORY,
@@ -64,6 +64,16 @@ def _serve(path: str, ticket: str) -> None:
             sock.recv(1)  # the daemon hangs up when it has taken it
         finally:
             os.close(fd)
+
+
+def _region(geometry: Geometry, device: int) -> int:
+    try:
+        return cuda.create_region(geometry, device)
+    except UsageError as error:  # the driver's word, as of a device that is not there
+        raise UsageError(
+            f"{error}; this node has {cuda.device_count()} usable GPUs, and daemon.devices says "
+            "which of them seats take"
+        ) from None
 
 
 if __name__ == "__main__":

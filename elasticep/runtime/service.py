@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from elasticep.device import Device
 from elasticep.errors import (
     AttachError,
     ConfigError,
@@ -27,6 +28,7 @@ from elasticep.native.structs import Holder
 from elasticep.proto import node_pb2, node_pb2_grpc, types_pb2
 from elasticep.rpc import abort
 from elasticep.runtime import seats
+from elasticep.runtime.capacity import require_capacity
 from elasticep.runtime.group import Registry
 from elasticep.runtime.keeper import SeatKeeper
 from elasticep.runtime.limits import MAX_ATTACH_WAIT_MS
@@ -196,11 +198,18 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             raise ConfigError(
                 f"the config is that of group {config.name!r}, the rank one of {request.group!r}"
             )
-        self._check_layout(request, layout(geometry_struct(config)).digest)
+        sizes = layout(geometry_struct(config))
+        self._check_layout(request, sizes.digest)
         known = self._registry.groups.get(request.group)
         if known is not None:
             known.config.require_same(config)
             return
+        ranks = self._registry.offered[config.name]
+        seats_here = sum(rank < config.geometry.max_ranks for rank in ranks)
+        data_bytes = 0 if config.device is Device.CUDA else sizes.data_bytes
+        require_capacity(
+            config, sizes.header_bytes + data_bytes, seats_here, self._node.config.node
+        )
         left_s = max(0.001, deadline - asyncio.get_running_loop().time())
         await self._session.create_group(request.config, left_s)
 

@@ -13,6 +13,7 @@ from elasticep.client.received import Received
 from elasticep.client.session import Session
 from elasticep.client.step import Step
 from elasticep.device import Device
+from elasticep.errors import NativeError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
 from elasticep.native import cuda as native
@@ -264,7 +265,7 @@ def no_torch_for_gpus() -> list[int]:
             answer: Any = SimpleNamespace(
                 fd_socket=group.socket_path, ticket=group.ticket(0), incarnation=1
             )
-            with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+            with pytest.raises(NativeError, match="install a torch for CUDA"):
                 _attach_cuda(answer, setup, settings, 60_000)
             holders.append(group.status(0).engine_pid)
     return holders

@@ -24,7 +24,7 @@ from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
 
-# epc_region_create: a memfd of the group's size; device 7 is full, device 6 takes for ever.
+# epc_region_create: a memfd of the group's size; device 7 is full, 6 takes for ever, 8 is not there.
 _LIBRARY = r"""
 #include "cuda/elasticep_cuda.h"
 #include <stdio.h>
@@ -44,6 +44,7 @@ uint64_t epc_struct_size(const char* name) {
 int epc_region_create(const ep_geometry* g, uint32_t device) {
   ep_layout_info layout;
   if (device == 7) { text = "device 7 has too little memory"; return EP_ESHORT; }
+  if (device == 8) { text = "invalid device ordinal"; return EP_EUSAGE; }
   while (device == 6) sleep(1);
   return ep_layout(g, &layout) ? EP_EINVAL : ep_memory_create("stand-in", layout.data_bytes);
 }
@@ -132,6 +133,17 @@ def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(librar
         with pytest.raises(grpc.RpcError) as caught:
             daemon.attach("g", 0, wait_ms=60_000)
         assert reason_of(caught.value) == "MEMORY_SHORT"
+
+
+def test_a_device_that_is_not_there_is_told_with_the_setting_that_names_it(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0", "--devices", "8")
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        text = str(cast(grpc.Call, caught.value).details())
+        assert "device 8: invalid device ordinal; this node has 0 usable GPUs" in text
+        assert "daemon.devices" in text
 
 
 def test_an_engine_hears_at_once_that_there_is_no_cuda_library(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
+from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch, Timeouts
 from elasticep.native import abi
 from elasticep.proto import controller_pb2, node_pb2, types_pb2
+from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, view_of, wait_for
 
@@ -124,6 +126,23 @@ def test_the_first_engine_creates_the_group() -> None:
         answer = daemon.attach("g", 0, config=wanted)
         assert lab.controller.groups["g"] == wanted
         assert answer.incarnation == 1
+
+
+def test_a_config_that_can_never_fit_leaves_its_name_to_one_that_does() -> None:
+    huge = ExchangeSpec.preset("ROUTED", max_tokens=65_536)
+    geometry = GroupGeometry(
+        layers=1, experts=4, topk=2, hidden=16_384, slots_per_rank=4, max_ranks=128
+    )
+    with Lab() as lab:
+        daemon = lab.daemon("n0", "g:0-1")
+        config = small_config(geometry=geometry, exchanges=(("decode", huge),))
+        word, text = refused(daemon, "g", 0, config=config.to_proto())
+        assert word == "MEMORY_SHORT"
+        assert re.search(r"the 2 seats of group 'g' on node 'n0' need \d{13} bytes and", text)
+        assert "lower max_tokens" in text
+        assert "g" not in lab.controller.groups
+        wanted = small_config(initial_ranks=1).to_proto()
+        assert daemon.attach("g", 0, config=wanted).incarnation == 1
 
 
 def test_without_a_controller_attach_says_so_in_time() -> None:

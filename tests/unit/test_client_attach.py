@@ -96,7 +96,7 @@ def test_refusal_becomes_its_typed_error(
     [
         (grpc.StatusCode.UNAVAILABLE, DaemonUnavailable),
         (grpc.StatusCode.DEADLINE_EXCEEDED, AttachError),
-        (grpc.StatusCode.UNIMPLEMENTED, AttachError),
+        (grpc.StatusCode.UNIMPLEMENTED, DaemonUnavailable),
     ],
 )
 def test_refusal_without_a_reason_is_an_attach_error(

@@ -8,6 +8,20 @@ import pytest
 
 from elasticep.errors import MemoryShort
 from elasticep.native import region
+from elasticep.runtime.capacity import most_bytes
+
+
+def test_what_a_node_can_hold_at_most_is_bounded_by_every_cgroup_above(tmp_path: Path) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  4096 kB\nMemFree:  1 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/pods/one\n")
+    assert most_bytes(tmp_path) == (4096 << 10, "the host")
+    cgroup = tmp_path / "sys" / "fs" / "cgroup"
+    limit(cgroup / "pods" / "one", max="max")
+    limit(cgroup / "pods", max=1 << 20)
+    assert most_bytes(tmp_path) == (1 << 20, "the daemon's cgroup")
+    limit(cgroup / "pods" / "one", max=1 << 19)
+    assert most_bytes(tmp_path) == (1 << 19, "the daemon's cgroup")
 
 
 def test_memory_that_is_short_names_both_numbers() -> None:
