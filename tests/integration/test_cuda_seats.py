@@ -24,7 +24,7 @@ from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
 
-# epc_region_create: a memfd of the group's size; device 7 is full, 6 takes for ever, 8 is not there.
+# epc_region_create: a memfd of the group's size; 7 is full, 6 takes for ever, 8 is not there.
 _LIBRARY = r"""
 #include "cuda/elasticep_cuda.h"
 #include <stdio.h>
@@ -135,7 +135,7 @@ def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(librar
         assert reason_of(caught.value) == "MEMORY_SHORT"
 
 
-def test_a_device_that_is_not_there_is_told_with_the_setting_that_names_it(libraries: Path) -> None:
+def test_a_device_that_is_not_there_is_told_with_its_setting(libraries: Path) -> None:
     with Lab() as lab:
         lab.create(on_gpu())
         daemon = start(lab, libraries, "g:0", "--devices", "8")
