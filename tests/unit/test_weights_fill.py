@@ -6,6 +6,8 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -345,3 +347,14 @@ def test_whatever_happens_views_in_use_read_what_they_name(tmp_path: Path) -> No
             assert not wrong_labels(memory.arena)
 
     asyncio.run(run())
+
+
+def test_what_keeps_experts_away_is_said_before_which_they_are() -> None:
+    """An engine hears the beginning of it: a wrong path of a checkpoint has to be in that."""
+    why = "checkpoint /wrong: there is no checkpoint '/wrong'; give a Hugging Face folder"
+    view: Any = SimpleNamespace(epoch=1)
+    attempt = fill._Attempt(view, lambda: True, troubled={(0, e): why for e in range(16)})
+    with pytest.raises(Unavailable) as caught:
+        attempt.check()
+    assert f"rank 0 could not stage epoch 1: {caught.value}"[:255].count(why) == 1
+    assert "layer 0 expert 7 and 8 more" in str(caught.value)

@@ -84,9 +84,9 @@ class _Attempt:
             raise Unavailable(f"view {self.view.epoch} is not wanted any more")
         if self.troubled and time.monotonic() > self.until:
             why = next(iter(self.troubled.values()))
-            raise Unavailable(
-                f"{len(self.troubled)} experts could not be had within {_PATIENCE_S:g} s "
-                f"({_named(sorted(self.troubled))}): {why}; they may be asked for again"
+            raise Unavailable(  # the reason first: an engine hears 255 bytes of this
+                f"{len(self.troubled)} experts could not be had within {_PATIENCE_S:g} s: {why} "
+                f"({_named(sorted(self.troubled))}); they may be asked for again"
             )
 
     def take(self, ref: Ref, outcome: Outcome) -> None:
