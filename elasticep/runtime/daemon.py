@@ -176,6 +176,8 @@ class Daemon:
         if config.metrics_port >= 0:
             self._page = MetricsPage(self._node.metrics, config.metrics_host, config.metrics_port)
         self._session.start()
+        if not config.controllers:
+            self._log.warning("controller.none", remedy="set daemon.controllers")
         for group in self._registry.groups.values():
             if group.weights is not None:
                 group.weights.resume()

@@ -134,6 +134,20 @@ def test_what_serves_takes_the_hard_limit_of_descriptors(
             process.communicate(timeout=60)
 
 
+def test_a_daemon_that_knows_no_controller_says_so(tmp_path: Path) -> None:
+    with limited(100, 500, "daemon", "--seats", "g:0", "--socket-dir", str(tmp_path)) as process:
+        assert process.stderr is not None
+        said = ""
+        while "daemon.ready" not in said:
+            line = process.stderr.readline()
+            assert line, "it ended"
+            said += line
+        process.terminate()
+        process.communicate(timeout=60)
+    assert '"controller.none"' in said
+    assert "daemon.controllers" in said
+
+
 def test_seats_that_need_more_descriptors_than_there_can_be_are_refused(tmp_path: Path) -> None:
     process = limited(100, 100, "daemon", "--seats", "g:0-3;h:0-3", "--socket-dir", str(tmp_path))
     _, said = process.communicate(timeout=60)
