@@ -142,6 +142,7 @@ def test_a_device_that_is_not_there_is_told_with_its_setting(libraries: Path) ->
         with pytest.raises(grpc.RpcError) as caught:
             daemon.attach("g", 0, wait_ms=60_000)
         text = str(cast(grpc.Call, caught.value).details())
+        assert reason_of(caught.value) == "USAGE"
         assert "device 8: invalid device ordinal; this node has 0 usable GPUs" in text
         assert "daemon.devices" in text
 
