@@ -19,6 +19,15 @@ from elasticep.testing.node import DaemonProcess, wait_for
 DEADLINE_S: Final = 90.0
 
 
+def note(file: str, name: str, value: Any) -> None:
+    """Print a measurement, and keep it in FILE.jsonl where the caller wants that."""
+    sys.stdout.write(f"{name}: {value}\n")
+    where = os.environ.get("ELASTICEP_GPU_OUT")
+    if where:
+        with (Path(where) / f"{file}.jsonl").open("a") as out:
+            out.write(json.dumps({name: value}) + "\n")
+
+
 class Failed(AssertionError):
     """An engine's order failed; carries its traceback."""
 

@@ -384,9 +384,8 @@ class Engine:
         self.session.detach()
 
 
-def main() -> None:
-    """Obey until the parent is gone."""
-    engine = Engine()
+def obey(engine: Any) -> None:
+    """Do what the parent says, line by line, until it is gone."""
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
         try:
@@ -398,4 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    obey(Engine())

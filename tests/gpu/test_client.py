@@ -4,14 +4,12 @@ Every engine checks each of its results against the inputs. Recovery times are p
 ELASTICEP_GPU_OUT set they also go to a JSON file there.
 """
 
-import json
+import functools
 import os
 import random
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from elasticep.native.cuda import Why
 from elasticep.testing.node import wait_for
+from tests.gpu import client_cluster
 from tests.gpu.client_cluster import Cluster, Engine, both
 
 pytest.importorskip("structlog", reason="controller and daemons need the package's dependencies")
@@ -28,6 +27,7 @@ PHASES = random.Random(5)
 SPARES = 4
 KILLS = int(os.environ.get("ELASTICEP_GPU_CLIENT_KILLS", "3"))
 FP32 = {"dispatch_dtype": "fp32", "combine_dtype": "fp32"}
+note = functools.partial(client_cluster.note, "client")
 EXCHANGES: dict[str, dict[str, Any]] = {
     "decode": {"preset": "ROUTED", "max_tokens": 32, **FP32},
     "latency": {"preset": "LOW_LATENCY", "max_tokens": 16},
@@ -60,15 +60,6 @@ def config(name: str, ranks: int, *exchanges: str, **changes: Any) -> dict[str, 
         "timeouts": {"hang_timeout_ms": 3000},
         **changes,
     }
-
-
-def note(name: str, value: Any) -> None:
-    """Print a measurement, and keep it where the caller wants it."""
-    sys.stdout.write(f"{name}: {value}\n")
-    where = os.environ.get("ELASTICEP_GPU_OUT")
-    if where:
-        with (Path(where) / "client.jsonl").open("a") as out:
-            out.write(json.dumps({name: value}) + "\n")
 
 
 def test_every_way_to_exchange_through_daemons() -> None:

@@ -5,31 +5,21 @@ With `ELASTICEP_GPU_OUT` figures also go to `weights.jsonl` there. `ELASTICEP_GP
 the size of an expert when that is measured.
 """
 
-import json
+import functools
 import os
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.gpu import weights_scenes
+from tests.gpu import client_cluster, weights_scenes
 from tests.gpu.client_cluster import both
 
 pytest.importorskip("structlog", reason="controller and daemons need the package's dependencies")
 pytestmark = pytest.mark.timeout(400)
 EXPERT_MIB = int(os.environ.get("ELASTICEP_GPU_WEIGHTS_MIB", "64"))
 SLOW_S = 120.0
-
-
-def note(name: str, value: Any) -> None:
-    """Print a measurement, and keep it where the caller wants it."""
-    sys.stdout.write(f"{name}: {value}\n")
-    where = os.environ.get("ELASTICEP_GPU_OUT")
-    if where:
-        with (Path(where) / "weights.jsonl").open("a") as out:
-            out.write(json.dumps({name: value}) + "\n")
+note = functools.partial(client_cluster.note, "weights")
 
 
 def test_one_graph_goes_on_while_experts_move_and_a_rank_dies_and_returns(tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ torch's own work is called by the stream. Every step is compared with the checkp
 """
 
 import contextlib
-import json
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +19,7 @@ from elasticep.client.cuda_session import CudaSession, CudaStep
 from elasticep.client.received import Received
 from elasticep.group import GroupConfig
 from elasticep.weights import split_unit
-from tests.gpu.client_engine import STEADY, tell, told
+from tests.gpu.client_engine import STEADY, obey, tell, told
 
 SCALE = 64.0
 TOLERANCE = 1e-5
@@ -228,14 +225,7 @@ def main(engine: Engine) -> None:
         from tests.emulated import client
 
         client.install()
-    for line in iter(sys.stdin.readline, ""):
-        order = json.loads(line)
-        try:
-            result = getattr(engine, order.pop("do"))(**order)
-        except BaseException:
-            tell(failed=traceback.format_exc())
-            continue
-        tell(done=result)
+    obey(engine)
 
 
 if __name__ == "__main__":
