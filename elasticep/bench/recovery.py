@@ -23,6 +23,7 @@ from elasticep.bench.recovery_engine import Work
 from elasticep.bench.recovery_planes import ClusterPlane, LocalPlane, Plane
 from elasticep.geometry import MAX_RANKS
 from elasticep.group import Timeouts
+from elasticep.testing.processes import alive
 
 ENGINE: Final = "elasticep.bench.recovery_engine:RecoveryRank"
 DEADLINE_S: Final = 60.0
@@ -153,7 +154,7 @@ def one_kill(fleet: Fleet, plane: Plane, victim: int, what: str, rng: random.Ran
         f"complete steps of the survivors of rank {victim}'s {what}",
     )
     found = _figures(plane, victim, before, killed_ns, survivors)
-    if what == "hang" and recovery_planes.alive(worker):
+    if what == "hang" and alive(worker):
         recovery_planes.kill(worker, signal.SIGCONT)  # it finds that it is fenced
     if what == "engine":
         fleet.wait(lambda: victim not in fleet.engines.connections, "the end of the engine")

@@ -324,15 +324,6 @@ class ClusterPlane:
             self._folder.cleanup()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 def kill(pid: int, number: int) -> int:
     """Send a signal; returns when, read before it was sent.
 

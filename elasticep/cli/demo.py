@@ -42,7 +42,8 @@ from elasticep.signals import interrupt_on_stop
 @click.option(
     "--tokens",
     type=int,
-    help="Tokens to answer to each request.  [default: 40; in rebalance 160, 300 with --kill]",
+    help="Tokens to answer to each request.  [default: 40; in rebalance 100, and requests follow "
+    "until experts have moved]",
 )
 @click.option("--seed", default=13, show_default=True, help="Of the model's weights.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds until it gives up.")
@@ -73,7 +74,6 @@ def command(
     moving = Scenario(scenario) is Scenario.REBALANCE
     if victim is None and moving and chosen is not Kill.NONE:
         victim = Side.SOURCE
-    longer = 160 if chosen is Kill.NONE else 300
     runs = [
         DemoSettings(
             ranks=ranks,
@@ -83,7 +83,7 @@ def command(
             restore=one,
             side=None if victim is None else Side(victim),
             at=at,
-            tokens=tokens or (longer if moving else 40),
+            tokens=tokens or (100 if moving else 40),
             seed=seed,
             timeout_s=timeout,
         )

@@ -54,13 +54,13 @@ def judge(
     """
     from elasticep.demo.reference import run_reference
 
-    requests = [
-        Assignment(number, entry.prompt, (), entry.max_new)
-        for number, entry in enumerate(journal.entries)
-    ]
+    asked = [(entry.prompt, entry.max_new) for entry in journal.entries]
+    different = list(dict.fromkeys(asked))  # the same question again has the same answer
+    requests = [Assignment(n, prompt, (), new) for n, (prompt, new) in enumerate(different)]
     reference = run_reference(model, settings.sizes, requests, settings.length)
+    numbers = [different.index(one) for one in asked]
     display.event("compared with a single-process run of the same model")
-    differing = journal.differing(reference.tokens)
+    differing = journal.differing(reference.tokens[number] for number in numbers)
     replay_errors = sum(facts.replay_errors.values())
     return Report(
         ranks=settings.ranks,
@@ -80,7 +80,7 @@ def judge(
             "requests": len(journal.entries),
             "requests_moved": facts.moved,
             "requests_differing": differing,
-            "logits_differing": journal.other_bits(reference.sums),
+            "logits_differing": journal.other_bits(reference.sums[number] for number in numbers),
             "replay_errors": replay_errors,
             "seconds_serving": round(facts.served_s, 3),
         },

@@ -4,6 +4,7 @@ It never opens a gRPC channel and runs no thread, because it forks. Engines find
 by themselves; the parent hears what they tell it and moves requests of a dead rank to others.
 """
 
+import itertools
 import os
 import selectors
 import signal
@@ -70,6 +71,7 @@ class Demo:
         ranks = range(settings.ranks)
         early = settings.prompts[: settings.ranks * REQUESTS_PER_RANK]
         self._late = settings.prompts[len(early) :]
+        self._further = itertools.cycle(early)
         self._journal = Journal(early, settings.tokens, ranks)
         self._lines = {rank: RankLine(rank, self._cluster.node_of(rank)) for rank in ranks}
         self._progress = Progress(
@@ -226,6 +228,7 @@ class Demo:
         for answer in message["answers"]:
             self._journal.record(rank, *answer)
         line.tokens += len(message["answers"])
+        self._keep_busy(rank)
         self._balance.step(rank, message["at_ns"])
         self._progress.add_tokens(len(message["answers"]))
         self._facts.epochs.add(message["epoch"])
@@ -233,6 +236,17 @@ class Demo:
         if self._watch is not None:
             self._watch.complete(rank, message["epoch"], message["begun_ns"], message["at_ns"])
             self._tell_recovery()
+
+    def _keep_busy(self, rank: int) -> None:
+        """While experts move, or are about to, a new request follows every one that is answered:
+        how long that takes is no matter of the answers' length.
+        """
+        if self._settings.scenario is not Scenario.REBALANCE or self._script is None:
+            return
+        while len(self._journal.of(rank)) < REQUESTS_PER_RANK:
+            prompt = next(self._further)
+            self._assign(rank, self._journal.add([prompt], self._settings.tokens, rank))
+            self._progress.tokens_wanted += self._settings.tokens
 
     def _on_inside(self, rank: int, message: Message) -> None:
         self._inside[rank] = message["step"]

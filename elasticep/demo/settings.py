@@ -19,7 +19,6 @@ ROWS: Final = 4
 """Batch rows of an engine."""
 REQUESTS_PER_RANK: Final = 3  # one row stays free for a request that is taken over
 MAX_RANKS: Final = 32
-_MOVING_TOKENS: Final = 100
 _MOVING_RANKS: Final = 3
 _ONE_COPY: Final = (Scenario.LOST_EXPERT, Scenario.REBALANCE)
 
@@ -120,11 +119,6 @@ class DemoSettings:
         self._check_kill()
         if (self.scenario is Scenario.LOST_EXPERT) is (self.restore is None):
             raise ConfigError("--restore is for --scenario lost-expert, which needs it")
-        if self.scenario is Scenario.REBALANCE and self.tokens < _MOVING_TOKENS:
-            raise ConfigError(
-                f"--scenario rebalance with --tokens {self.tokens}: the answers would be over "
-                f"before experts have moved; use {_MOVING_TOKENS} or more"
-            )
         if self.scenario is not Scenario.KILL and self.ranks == 1:
             raise ConfigError(f"--scenario {self.scenario} needs --ranks 2 or more")
         if self.max_ranks > MAX_RANKS:

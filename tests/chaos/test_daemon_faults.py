@@ -11,14 +11,7 @@ from elasticep.proto import controller_pb2, types_pb2
 from elasticep.testing.fake_controller import FakeController
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, view_of, wait_for
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+from elasticep.testing.processes import alive, stop
 
 
 def memory_of(pid: int) -> set[int]:
@@ -65,7 +58,7 @@ def test_an_engine_that_does_not_let_go_is_killed_after_its_grace() -> None:
         daemon = lab.daemon("n0", "g:0", "--engine-grace-s", "1")
         engine = lab.engine(daemon, "g", 0).up()
         lab.attached(0)
-        os.kill(engine.pid, signal.SIGSTOP)
+        stop(engine.pid)
         worker = daemon.seat("g", 0).worker_pid
         os.kill(worker, signal.SIGKILL)
         lab.dead(0)
@@ -91,7 +84,7 @@ def test_a_stopped_worker_that_is_expelled_is_killed() -> None:
         daemon = lab.daemon("n0", "g:0-1")
         engines = lab.serve(daemon, [0, 1])
         worker = daemon.seat("g", 1).worker_pid
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         fence = controller_pb2.Fence(group="g", rank=1, incarnation=1, epoch=2, reason="hung")
         lab.controller.fence("n0", fence)
         assert lab.dead(1).cause == "hung"

@@ -10,6 +10,7 @@ from elasticep.group import Launch
 from elasticep.proto import types_pb2
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, wait_for
+from elasticep.testing.processes import stop
 from elasticep.testing.systemd import Systemd
 
 ATTACHED = types_pb2.SEAT_STATE_ATTACHED
@@ -113,7 +114,7 @@ def test_a_stopped_worker_is_not_doubled_by_a_restart() -> None:
         daemon = lab.daemon("n0", "g:0")
         lab.ready(0)
         worker = daemon.seat("g", 0).worker_pid
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         daemon.kill()
         seats = hello_after_restart(lab, daemon)
         assert (seats[0].state, seats[0].incarnation) == (types_pb2.SEAT_STATE_READY, 1)

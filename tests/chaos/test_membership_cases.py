@@ -16,6 +16,7 @@ from elasticep.errors import AttachError
 from elasticep.group import Timeouts
 from elasticep.testing.cluster import Cluster, daemon_name
 from elasticep.testing.decoding import Fleet, light_config
+from elasticep.testing.processes import stop
 
 pytest.importorskip("torch")
 SLACK_S = 10  # of a busy machine, and far less than an engine waits that is not told otherwise
@@ -48,7 +49,7 @@ def test_case_03_whoever_is_gone_is_named_within_the_deadline(fleet: Fleet) -> N
     name = daemon_name(2)
     pid = fleet.cluster.pids[name]
     socket = fleet.cluster.socket_of(2)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     begin = time.monotonic()
     with pytest.raises(AttachError, match="rank 2 of group 'case'"):
         elasticep.attach(rank=2, socket=socket, config=fleet.config, timeout=0.5)
@@ -65,7 +66,7 @@ def test_case_03_whoever_is_gone_is_named_within_the_deadline(fleet: Fleet) -> N
     # A joiner cannot get the memory of a peer whose daemon does not answer: said by name, and the
     # others go on; when the daemon answers again, the next joiner comes in.
     peer = fleet.cluster.pids[daemon_name(0)]
-    os.kill(peer, signal.SIGSTOP)
+    stop(peer)
     (joiner,) = fleet.open([2])
     fleet.wait(lambda: "view.not_staged" in fleet.cluster.log(name), "the join fails")
     told = next(x for x in fleet.cluster.log(name).splitlines() if "view.not_staged" in x)
@@ -188,7 +189,7 @@ def test_expelled_engine_completes_nothing_also_when_no_daemon_can_tell_it(fleet
     fleet.progress(range(3))
     daemon = fleet.cluster.pids[daemon_name(0)]  # of rank 0 alone
     engine = fleet.engine(0)
-    os.kill(daemon, signal.SIGSTOP)
+    stop(daemon)
     stopped_ns = engine.signal(signal.SIGSTOP)
     fleet.members([1, 2])
     engine.signal(signal.SIGCONT)

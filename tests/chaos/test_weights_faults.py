@@ -7,6 +7,7 @@ import time
 import pytest
 
 from elasticep.testing.node import wait_for
+from elasticep.testing.processes import stop
 from elasticep.testing.systemd import Systemd
 from elasticep.testing.weights import WeightsLab, wrong_labels
 
@@ -91,7 +92,7 @@ def test_a_source_that_stalls_is_left_for_the_next() -> None:
             lambda: any(17 * MIB < a.done_bytes < 30 * MIB for a in n0.status().arenas),
             "a copy out of the other domain",
         )
-        os.kill(n1.pid, signal.SIGSTOP)
+        stop(n1.pid)
         stalled = wait_for(lambda: lab.failures("n0", "stalled"), "the stall to be noticed")
         assert (stalled[0]["kind"], stalled[0]["source"]) == ("remote", "rank 1 on n1")
         assert "no transport between domains" in lab.staged(0, 2).error

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticep.bench import exchange, peers, ranks, recovery_planes, report, steady
+from elasticep.bench import exchange, peers, ranks, report, steady
 from elasticep.bench.case import Case
 from elasticep.bench.engine import Engine, WrongResult
 from elasticep.bench.exchange import group_config
@@ -14,6 +14,7 @@ from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.native.library import LIBRARY_DIR
 from elasticep.testing.local_group import LocalGroup, spread
+from elasticep.testing.processes import alive
 
 CASE = Case(ranks=2, tokens=4, hidden=64, experts=8, topk=2)
 
@@ -104,7 +105,7 @@ def test_a_rank_that_fails_is_named_and_leaves_nothing_behind() -> None:
         with pytest.raises(ranks.BenchError, match="rank 0: AssertionError"):
             engines.call("run", runs=1, repeat=1)
         pids = [engines.pid(rank) for rank in (0, 1)]
-    assert not any(recovery_planes.alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
 
 
 def test_a_system_that_does_not_start_is_refused_with_its_last_words() -> None:
@@ -133,7 +134,7 @@ def test_systems_that_are_stopped_while_they_start_leave_nothing_behind(
     monkeypatch.setattr(ranks.RankSet, "_accept", accept)
     with pytest.raises(KeyboardInterrupt):
         exchange.Systems.start(1, ["gloo"])
-    assert not recovery_planes.alive(started[0])
+    assert not alive(started[0])
     assert not folders[0].exists()
 
 

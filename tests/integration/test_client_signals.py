@@ -21,7 +21,7 @@ from elasticep.group import GroupConfig, Launch
 from elasticep.native import abi
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec
-from elasticep.testing import small
+from elasticep.testing import processes, small
 from elasticep.testing.clients import attach_to, on_all
 from elasticep.testing.local_group import LocalGroup, spread
 from elasticep.testing.raw import RawSession
@@ -352,7 +352,7 @@ def test_a_worker_that_answers_nothing_is_given_up_in_its_time() -> None:
     """However often the wait for it came back for signals."""
     pair = Pair(Launch.SERVICE)
     try:
-        pair.group.signal_worker(0, signal.SIGSTOP)
+        processes.stop(pair.group.worker_pid(0))
         began = time.monotonic()
         with pytest.raises(Fenced, match="did not answer"), pair.mine.step(timeout=0.2):
             raise AssertionError("the barrier was passed without a worker")

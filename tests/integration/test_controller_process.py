@@ -28,6 +28,7 @@ from elasticep.control.store.etcd import EtcdStore
 from elasticep.errors import ElasticEPError, Unavailable
 from elasticep.testing.etcd import LocalEtcd
 from elasticep.testing.nodes import FakeNodes
+from elasticep.testing.processes import stop
 
 READY_S = 60.0
 LEASE_S = 20  # nobody is deposed because the machine is busy
@@ -220,7 +221,7 @@ def test_a_leader_that_was_stopped_within_its_lease_blames_nobody(
         async with FakeNodes([controller.address], ranks, "stopped") as nodes:
             await nodes.until(lambda: nodes.epoch == 1)
             await nodes.meet()
-            controller.process.send_signal(signal.SIGSTOP)
+            stop(controller.process.pid)
             stopped_s = time.monotonic()
             await nodes.until(lambda: time.monotonic() - stopped_s > 4.5)
             controller.process.send_signal(signal.SIGCONT)

@@ -13,6 +13,7 @@ from elasticep.proto import controller_pb2, node_pb2, types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, EngineProcess, reason_of, view_of, wait_for
+from elasticep.testing.processes import stop
 
 MEMBERS = {0: (1, "n0"), 1: (1, "n1")}
 
@@ -120,7 +121,7 @@ def test_a_daemon_that_does_not_answer_is_named_within_the_deadline() -> None:
         lab.create(small_config())
         daemons, engines = two_nodes(lab)
         assert daemons[1].process is not None
-        daemons[1].process.send_signal(signal.SIGSTOP)
+        stop(daemons[1].process.pid)
         view = view_of(small_config(), 1, 0, MEMBERS)
         engines[0].say("step 100")
         lab.controller.propose(view, {"n0": [0]})

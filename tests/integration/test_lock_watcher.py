@@ -8,6 +8,7 @@ import sys
 
 from elasticep.native import abi
 from elasticep.testing.local_group import LocalGroup
+from elasticep.testing.processes import stop
 from elasticep.testing.small import exchange, geometry
 
 _DEADLINE_S = 60.0
@@ -52,8 +53,7 @@ class Watching:
 
     def stop(self) -> None:
         """Let it look no more for a while."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        stop(self.process.pid)
 
     def close(self) -> None:
         """End it."""

@@ -23,6 +23,7 @@ from elasticep.control.store import (
 from elasticep.control.store.etcd import EtcdStore, rpc
 from elasticep.errors import Unavailable
 from elasticep.testing.etcd import LocalEtcd
+from elasticep.testing.processes import stop
 
 LIMIT_S = 60.0
 Scenario = Callable[["Bench"], Coroutine[Any, Any, None]]
@@ -43,7 +44,7 @@ class Bench:
 
     def stop_answering(self) -> None:
         if self.etcd:
-            self.etcd.members[0].signal(signal.SIGSTOP)
+            stop(self.etcd.members[0].pid)
         self.memory.set_available(False)
 
     def answer_again(self) -> None:

@@ -306,7 +306,7 @@ def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None
         ({"scenario": Scenario.REJOIN, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT, "kill": Kill.DAEMON}, "no rank is lost"),
         ({"scenario": Scenario.LOST_EXPERT}, "--restore"),
-        ({"scenario": Scenario.REBALANCE, "tokens": 200}, "--victim source or target"),
+        ({"scenario": Scenario.REBALANCE}, "--victim source or target"),
         (
             {"scenario": Scenario.REBALANCE, "kill": Kill.NONE, "side": Side.SOURCE},
             "there is no victim; leave --victim source away",
@@ -316,11 +316,10 @@ def test_a_seat_is_taken_anew_only_when_its_engine_is_known_to_be_gone() -> None
             "takes no part in a copy; use --kill worker, engine or daemon",
         ),
         (
-            {"scenario": Scenario.REBALANCE, "side": Side.TARGET, "ranks": 2, "tokens": 200},
+            {"scenario": Scenario.REBALANCE, "side": Side.TARGET, "ranks": 2},
             "among which nothing can move; use --ranks 3 or more",
         ),
         ({"side": Side.TARGET}, "use --scenario rebalance with --kill worker"),
-        ({"scenario": Scenario.REBALANCE, "kill": Kill.NONE}, "use 100 or more"),
         ({"restore": Restore.DISK}, "--restore"),
         (
             {"scenario": Scenario.SCALE, "kill": Kill.NONE, "ranks": 1, "nodes": 1},

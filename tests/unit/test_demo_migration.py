@@ -47,7 +47,7 @@ def nodes(tmp_path: Path) -> Nodes:
 
 
 def looked(nodes: Nodes, kill: Kill = Kill.WORKER) -> Migration:
-    settings = DemoSettings(scenario=Scenario.REBALANCE, kill=kill, side=Side.SOURCE, tokens=200)
+    settings = DemoSettings(scenario=Scenario.REBALANCE, kill=kill, side=Side.SOURCE)
     migration = Migration(nodes, settings)  # type: ignore[arg-type]
     migration.look()
     return migration

@@ -35,6 +35,7 @@ from elasticep.testing.mover import (
     mover_driver,
     until,
 )
+from elasticep.testing.processes import stop
 from elasticep.weights import ArenaLayout, TensorSpec, WeightSpec
 
 
@@ -199,7 +200,7 @@ def test_whoever_waits_hears_of_a_mover_that_cannot_be_killed(
                 await until(lambda: memory.arena.label(0, 0).state is not SlotState.EMPTY)
                 with monkeypatch.context() as patch:
                     patch.setattr(Process, "kill", lambda _: None)
-                    os.kill(mover.pid, signal.SIGSTOP)
+                    stop(mover.pid)
                     results = await asyncio.wait_for(
                         asyncio.gather(*copies, return_exceptions=True), 60
                     )
