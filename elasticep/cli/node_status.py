@@ -61,6 +61,7 @@ def as_dict(answer: "GetStatusResponse") -> dict[str, Any]:
                 "torn_steps": seat.torn_steps,
                 "staged_epochs": list(seat.staged_epochs),
                 "wait": seat.wait,
+                "attach_waits_for": seat.attach_waits_for,
             }
             for seat in answer.seats
         ],

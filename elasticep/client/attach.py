@@ -1,5 +1,6 @@
 """How an engine takes its rank."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -21,13 +22,16 @@ from elasticep.group import GroupConfig
 from elasticep.native import abi
 
 if TYPE_CHECKING:
-    from elasticep.proto import node_pb2
+    from elasticep.proto import node_pb2, node_pb2_grpc
 
 DEFAULT_TIMEOUT_S: Final = 30.0
-_DETACH_TIMEOUT_S: Final = 2.0
+_DETACH_TIMEOUT_S: Final = 0.8  # a daemon that is stopped hears of it by the lock of the rank
+_STATUS_TIMEOUT_S: Final = 1.0
+_TELL_S: Final = 1.5  # a wait that takes longer is logged, with whom it is for
 _ARENA_TIMEOUT_S: Final = 5.0  # a daemon that restarts is back by then
 _RETRY_S: Final = 0.05
 _ANSWER_MARGIN_S: Final = 2.0  # the daemon's own deadline runs out first and says why
+_log = logging.getLogger("elasticep")
 
 
 def attach(
@@ -47,7 +51,8 @@ def attach(
             `$XDG_RUNTIME_DIR/elasticep/daemon.sock`.
         config: the group's config: creates the group, or must agree with the existing one. Not
             needed once the group exists.
-        timeout: seconds until the rank must be ready for use.
+        timeout: seconds until the rank must be ready for use. What takes longer than a moment is
+            logged as a warning of the logger `elasticep`: who has the rank, and what ends the wait.
 
     Returns:
         The session; detach it, or use it with `with`. Of a group with `device = "cuda"` it is a
@@ -61,7 +66,8 @@ def attach(
             weights; names both numbers. At once, however long `timeout` is.
         DescriptorsShort, NativeError: the daemon cannot make the region for want of descriptors or
             of a library; the torch of this process has no CUDA.
-        AttachError: the rank was not ready within `timeout`, or its worker ends whenever it starts.
+        AttachError: the rank was not ready within `timeout`, with who has it and what ends that;
+            or its worker ends whenever it starts.
         ConfigError: group or rank are not given, or cannot be used.
     """
     if not timeout > 0:
@@ -191,12 +197,32 @@ def _ask(
     )
     what = f"attach to rank {settings.rank} of group {settings.group!r}"
     with grpc.insecure_channel(f"unix:{settings.socket}") as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
         try:
-            return node_pb2_grpc.NodeServiceStub(channel).Attach(
-                request, timeout=timeout + _ANSWER_MARGIN_S
-            )
+            asked = stub.Attach.future(request, timeout=timeout + _ANSWER_MARGIN_S)
+            try:
+                return asked.result(_TELL_S)
+            except grpc.FutureTimeoutError:
+                _log.warning("%s waits: %s", what, _waits_for(stub, settings))
+            return asked.result()
         except grpc.RpcError as error:
             raise typed_error(error, settings.socket, what) from None
+
+
+def _waits_for(stub: "node_pb2_grpc.NodeServiceStub", settings: ClientConfig) -> str:
+    """What the daemon says that an engine of this rank has to wait for."""
+    import grpc
+
+    from elasticep.proto import node_pb2
+
+    try:
+        status = stub.GetStatus(node_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+    except grpc.RpcError:
+        return "the daemon does not say for whom"
+    for seat in status.seats:
+        if (seat.seat.group, seat.seat.rank) == (settings.group, settings.rank):
+            return seat.attach_waits_for or "it is about to be ready"
+    return "the daemon does not say for whom"
 
 
 def _layout_digest(config: GroupConfig) -> int:

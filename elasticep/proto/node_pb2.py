@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from elasticep.proto import types_pb2 as elasticep_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lasticep/v1/node.proto\x12\x0c\x65lasticep.v1\x1a\x18\x65lasticep/v1/types.proto\"\xa1\x01\n\rAttachRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12)\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x19.elasticep.v1.GroupConfig\x12\x15\n\rlayout_digest\x18\x05 \x01(\x04\x12\x13\n\x0b\x61\x62i_version\x18\x06 \x01(\r\x12\x0f\n\x07wait_ms\x18\x07 \x01(\r\"\x99\x01\n\x0e\x41ttachResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x11\n\tfd_socket\x18\x02 \x01(\t\x12)\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x19.elasticep.v1.GroupConfig\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12$\n\x06launch\x18\x05 \x01(\x0e\x32\x14.elasticep.v1.Launch\"A\n\rDetachRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"\x10\n\x0e\x44\x65tachResponse\"\x12\n\x10GetStatusRequest\"\xaf\x01\n\nSeatStatus\x12 \n\x04seat\x18\x01 \x01(\x0b\x32\x12.elasticep.v1.Seat\x12\x12\n\nworker_pid\x18\x02 \x01(\r\x12\x12\n\nengine_pid\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x10\n\x08progress\x18\x05 \x01(\x04\x12\x12\n\ntorn_steps\x18\x06 \x01(\x04\x12\x15\n\rstaged_epochs\x18\x07 \x03(\x04\x12\x0c\n\x04wait\x18\x08 \x01(\t\"\xfc\x01\n\x0b\x41renaStatus\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06\x62\x61\x63kup\x18\x03 \x01(\x08\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\r\n\x05valid\x18\x06 \x01(\r\x12\x0f\n\x07\x66illing\x18\x07 \x01(\r\x12\x15\n\rstaging_epoch\x18\x08 \x01(\x04\x12\x12\n\ndone_bytes\x18\t \x01(\x04\x12\x13\n\x0btotal_bytes\x18\n \x01(\x04\x12\x15\n\rcopying_epoch\x18\x0b \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x0c \x01(\x04\x12\x15\n\rcopying_bytes\x18\r \x01(\x04\"\xb6\x01\n\x11GetStatusResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x1c\n\x14\x63ontroller_connected\x18\x03 \x01(\x08\x12\'\n\x05seats\x18\x04 \x03(\x0b\x32\x18.elasticep.v1.SeatStatus\x12)\n\x06\x61renas\x18\x05 \x03(\x0b\x32\x19.elasticep.v1.ArenaStatus\x12\x11\n\tmover_pid\x18\x06 \x01(\r\"D\n\x12\x46indExpertsRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0f\n\x07\x65xperts\x18\x03 \x03(\r\"\xd9\x02\n\x13\x46indExpertsResponse\x12\x36\n\x05\x66ound\x18\x01 \x03(\x0b\x32\'.elasticep.v1.FindExpertsResponse.Found\x1a\xcd\x01\n\x05\x46ound\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x12;\n\x08replicas\x18\x03 \x03(\x0b\x32).elasticep.v1.FindExpertsResponse.Replica\x12\x0e\n\x06\x62\x61\x63kup\x18\x04 \x01(\x08\x12\x14\n\x0c\x62\x61\x63kup_piece\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61\x63kup_slots\x18\x06 \x01(\r\x12\x13\n\x0b\x62\x61\x63kup_slot\x18\x07 \x01(\r\x12\x15\n\rbackup_memory\x18\x08 \x01(\x04\x1a:\n\x07Replica\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"t\n\x11ReadExpertRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\x12\x0e\n\x06\x62\x61\x63kup\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\r\"1\n\x0fReadExpertChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\"U\n\x12ReportDeathRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\"\x15\n\x13ReportDeathResponse\"@\n\x12InjectFaultRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x66\x61ult\x18\x03 \x01(\t\"\"\n\x13InjectFaultResponse\x12\x0b\n\x03pid\x18\x01 \x01(\r2\xb1\x04\n\x0bNodeService\x12\x43\n\x06\x41ttach\x12\x1b.elasticep.v1.AttachRequest\x1a\x1c.elasticep.v1.AttachResponse\x12\x43\n\x06\x44\x65tach\x12\x1b.elasticep.v1.DetachRequest\x1a\x1c.elasticep.v1.DetachResponse\x12L\n\tGetStatus\x12\x1e.elasticep.v1.GetStatusRequest\x1a\x1f.elasticep.v1.GetStatusResponse\x12R\n\x0bReportDeath\x12 .elasticep.v1.ReportDeathRequest\x1a!.elasticep.v1.ReportDeathResponse\x12R\n\x0bInjectFault\x12 .elasticep.v1.InjectFaultRequest\x1a!.elasticep.v1.InjectFaultResponse\x12R\n\x0b\x46indExperts\x12 .elasticep.v1.FindExpertsRequest\x1a!.elasticep.v1.FindExpertsResponse\x12N\n\nReadExpert\x12\x1f.elasticep.v1.ReadExpertRequest\x1a\x1d.elasticep.v1.ReadExpertChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lasticep/v1/node.proto\x12\x0c\x65lasticep.v1\x1a\x18\x65lasticep/v1/types.proto\"\xa1\x01\n\rAttachRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12)\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x19.elasticep.v1.GroupConfig\x12\x15\n\rlayout_digest\x18\x05 \x01(\x04\x12\x13\n\x0b\x61\x62i_version\x18\x06 \x01(\r\x12\x0f\n\x07wait_ms\x18\x07 \x01(\r\"\x99\x01\n\x0e\x41ttachResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x11\n\tfd_socket\x18\x02 \x01(\t\x12)\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x19.elasticep.v1.GroupConfig\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12$\n\x06launch\x18\x05 \x01(\x0e\x32\x14.elasticep.v1.Launch\"A\n\rDetachRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\"\x10\n\x0e\x44\x65tachResponse\"\x12\n\x10GetStatusRequest\"\xc9\x01\n\nSeatStatus\x12 \n\x04seat\x18\x01 \x01(\x0b\x32\x12.elasticep.v1.Seat\x12\x12\n\nworker_pid\x18\x02 \x01(\r\x12\x12\n\nengine_pid\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x10\n\x08progress\x18\x05 \x01(\x04\x12\x12\n\ntorn_steps\x18\x06 \x01(\x04\x12\x15\n\rstaged_epochs\x18\x07 \x03(\x04\x12\x0c\n\x04wait\x18\x08 \x01(\t\x12\x18\n\x10\x61ttach_waits_for\x18\t \x01(\t\"\xfc\x01\n\x0b\x41renaStatus\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06\x62\x61\x63kup\x18\x03 \x01(\x08\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\r\n\x05valid\x18\x06 \x01(\r\x12\x0f\n\x07\x66illing\x18\x07 \x01(\r\x12\x15\n\rstaging_epoch\x18\x08 \x01(\x04\x12\x12\n\ndone_bytes\x18\t \x01(\x04\x12\x13\n\x0btotal_bytes\x18\n \x01(\x04\x12\x15\n\rcopying_epoch\x18\x0b \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x0c \x01(\x04\x12\x15\n\rcopying_bytes\x18\r \x01(\x04\"\xb6\x01\n\x11GetStatusResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x1c\n\x14\x63ontroller_connected\x18\x03 \x01(\x08\x12\'\n\x05seats\x18\x04 \x03(\x0b\x32\x18.elasticep.v1.SeatStatus\x12)\n\x06\x61renas\x18\x05 \x03(\x0b\x32\x19.elasticep.v1.ArenaStatus\x12\x11\n\tmover_pid\x18\x06 \x01(\r\"D\n\x12\x46indExpertsRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0f\n\x07\x65xperts\x18\x03 \x03(\r\"\xd9\x02\n\x13\x46indExpertsResponse\x12\x36\n\x05\x66ound\x18\x01 \x03(\x0b\x32\'.elasticep.v1.FindExpertsResponse.Found\x1a\xcd\x01\n\x05\x46ound\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x12;\n\x08replicas\x18\x03 \x03(\x0b\x32).elasticep.v1.FindExpertsResponse.Replica\x12\x0e\n\x06\x62\x61\x63kup\x18\x04 \x01(\x08\x12\x14\n\x0c\x62\x61\x63kup_piece\x18\x05 \x01(\r\x12\x14\n\x0c\x62\x61\x63kup_slots\x18\x06 \x01(\r\x12\x13\n\x0b\x62\x61\x63kup_slot\x18\x07 \x01(\r\x12\x15\n\rbackup_memory\x18\x08 \x01(\x04\x1a:\n\x07Replica\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"t\n\x11ReadExpertRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\x12\x0e\n\x06\x62\x61\x63kup\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\r\"1\n\x0fReadExpertChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\"U\n\x12ReportDeathRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\"\x15\n\x13ReportDeathResponse\"@\n\x12InjectFaultRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x66\x61ult\x18\x03 \x01(\t\"\"\n\x13InjectFaultResponse\x12\x0b\n\x03pid\x18\x01 \x01(\r2\xb1\x04\n\x0bNodeService\x12\x43\n\x06\x41ttach\x12\x1b.elasticep.v1.AttachRequest\x1a\x1c.elasticep.v1.AttachResponse\x12\x43\n\x06\x44\x65tach\x12\x1b.elasticep.v1.DetachRequest\x1a\x1c.elasticep.v1.DetachResponse\x12L\n\tGetStatus\x12\x1e.elasticep.v1.GetStatusRequest\x1a\x1f.elasticep.v1.GetStatusResponse\x12R\n\x0bReportDeath\x12 .elasticep.v1.ReportDeathRequest\x1a!.elasticep.v1.ReportDeathResponse\x12R\n\x0bInjectFault\x12 .elasticep.v1.InjectFaultRequest\x1a!.elasticep.v1.InjectFaultResponse\x12R\n\x0b\x46indExperts\x12 .elasticep.v1.FindExpertsRequest\x1a!.elasticep.v1.FindExpertsResponse\x12N\n\nReadExpert\x12\x1f.elasticep.v1.ReadExpertRequest\x1a\x1d.elasticep.v1.ReadExpertChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=472
   _globals['_GETSTATUSREQUEST']._serialized_end=490
   _globals['_SEATSTATUS']._serialized_start=493
-  _globals['_SEATSTATUS']._serialized_end=668
-  _globals['_ARENASTATUS']._serialized_start=671
-  _globals['_ARENASTATUS']._serialized_end=923
-  _globals['_GETSTATUSRESPONSE']._serialized_start=926
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1108
-  _globals['_FINDEXPERTSREQUEST']._serialized_start=1110
-  _globals['_FINDEXPERTSREQUEST']._serialized_end=1178
-  _globals['_FINDEXPERTSRESPONSE']._serialized_start=1181
-  _globals['_FINDEXPERTSRESPONSE']._serialized_end=1526
-  _globals['_FINDEXPERTSRESPONSE_FOUND']._serialized_start=1261
-  _globals['_FINDEXPERTSRESPONSE_FOUND']._serialized_end=1466
-  _globals['_FINDEXPERTSRESPONSE_REPLICA']._serialized_start=1468
-  _globals['_FINDEXPERTSRESPONSE_REPLICA']._serialized_end=1526
-  _globals['_READEXPERTREQUEST']._serialized_start=1528
-  _globals['_READEXPERTREQUEST']._serialized_end=1644
-  _globals['_READEXPERTCHUNK']._serialized_start=1646
-  _globals['_READEXPERTCHUNK']._serialized_end=1695
-  _globals['_REPORTDEATHREQUEST']._serialized_start=1697
-  _globals['_REPORTDEATHREQUEST']._serialized_end=1782
-  _globals['_REPORTDEATHRESPONSE']._serialized_start=1784
-  _globals['_REPORTDEATHRESPONSE']._serialized_end=1805
-  _globals['_INJECTFAULTREQUEST']._serialized_start=1807
-  _globals['_INJECTFAULTREQUEST']._serialized_end=1871
-  _globals['_INJECTFAULTRESPONSE']._serialized_start=1873
-  _globals['_INJECTFAULTRESPONSE']._serialized_end=1907
-  _globals['_NODESERVICE']._serialized_start=1910
-  _globals['_NODESERVICE']._serialized_end=2471
+  _globals['_SEATSTATUS']._serialized_end=694
+  _globals['_ARENASTATUS']._serialized_start=697
+  _globals['_ARENASTATUS']._serialized_end=949
+  _globals['_GETSTATUSRESPONSE']._serialized_start=952
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1134
+  _globals['_FINDEXPERTSREQUEST']._serialized_start=1136
+  _globals['_FINDEXPERTSREQUEST']._serialized_end=1204
+  _globals['_FINDEXPERTSRESPONSE']._serialized_start=1207
+  _globals['_FINDEXPERTSRESPONSE']._serialized_end=1552
+  _globals['_FINDEXPERTSRESPONSE_FOUND']._serialized_start=1287
+  _globals['_FINDEXPERTSRESPONSE_FOUND']._serialized_end=1492
+  _globals['_FINDEXPERTSRESPONSE_REPLICA']._serialized_start=1494
+  _globals['_FINDEXPERTSRESPONSE_REPLICA']._serialized_end=1552
+  _globals['_READEXPERTREQUEST']._serialized_start=1554
+  _globals['_READEXPERTREQUEST']._serialized_end=1670
+  _globals['_READEXPERTCHUNK']._serialized_start=1672
+  _globals['_READEXPERTCHUNK']._serialized_end=1721
+  _globals['_REPORTDEATHREQUEST']._serialized_start=1723
+  _globals['_REPORTDEATHREQUEST']._serialized_end=1808
+  _globals['_REPORTDEATHRESPONSE']._serialized_start=1810
+  _globals['_REPORTDEATHRESPONSE']._serialized_end=1831
+  _globals['_INJECTFAULTREQUEST']._serialized_start=1833
+  _globals['_INJECTFAULTREQUEST']._serialized_end=1897
+  _globals['_INJECTFAULTRESPONSE']._serialized_start=1899
+  _globals['_INJECTFAULTRESPONSE']._serialized_end=1933
+  _globals['_NODESERVICE']._serialized_start=1936
+  _globals['_NODESERVICE']._serialized_end=2497
 # @@protoc_insertion_point(module_scope)

@@ -161,6 +161,7 @@ class SeatStatus(_message.Message):
     TORN_STEPS_FIELD_NUMBER: _builtins.int
     STAGED_EPOCHS_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    ATTACH_WAITS_FOR_FIELD_NUMBER: _builtins.int
     worker_pid: _builtins.int
     engine_pid: _builtins.int
     step: _builtins.int
@@ -168,6 +169,8 @@ class SeatStatus(_message.Message):
     torn_steps: _builtins.int
     wait: _builtins.str
     """"dispatch of exchange 3 for rank 2, 12 ms", or empty"""
+    attach_waits_for: _builtins.str
+    """what an engine that asks for it now waits for; empty: it is free"""
     @_builtins.property
     def seat(self) -> _types_pb2.Seat: ...
     @_builtins.property
@@ -183,10 +186,11 @@ class SeatStatus(_message.Message):
         torn_steps: _builtins.int = ...,
         staged_epochs: _abc.Iterable[_builtins.int] | None = ...,
         wait: _builtins.str = ...,
+        attach_waits_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["seat", b"seat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_pid", b"engine_pid", "progress", b"progress", "seat", b"seat", "staged_epochs", b"staged_epochs", "step", b"step", "torn_steps", b"torn_steps", "wait", b"wait", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_waits_for", b"attach_waits_for", "engine_pid", b"engine_pid", "progress", b"progress", "seat", b"seat", "staged_epochs", b"staged_epochs", "step", b"step", "torn_steps", b"torn_steps", "wait", b"wait", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

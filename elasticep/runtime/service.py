@@ -35,6 +35,7 @@ from elasticep.runtime.limits import MAX_ATTACH_WAIT_MS
 from elasticep.runtime.liveness.waits import describe
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.session import Session
+from elasticep.runtime.waiting import TELL_S, waits_for
 from elasticep.runtime.weights.serve import CHUNK_READ_S, WeightsService
 
 _LAUNCH: Final = {
@@ -150,9 +151,13 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.wait_ms, MAX_ATTACH_WAIT_MS) / 1000
         await self._agree(request, deadline)
-        keeper = await self._keeper(request, deadline)
-        self._check_layout(request, keeper.group.layout.digest)
-        await self._until_free(keeper, request.pid, deadline)
+        tell = loop.call_later(TELL_S, self._tell_wait, request)
+        try:
+            keeper = await self._keeper(request, deadline)
+            self._check_layout(request, keeper.group.layout.digest)
+            await self._until_free(keeper, request.pid, deadline)
+        finally:
+            tell.cancel()
         ticket = keeper.reserve(request.pid)
         self._node.log.info(
             "attach.ticket",
@@ -167,6 +172,15 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             config=keeper.group.config.to_proto(),
             incarnation=keeper.seat.incarnation,
             launch=_LAUNCH[keeper.seat.launch],
+        )
+
+    def _waits_for(self, group: str, rank: int) -> str:
+        return waits_for(self._registry, group, rank, connected=self._session.connected)
+
+    def _tell_wait(self, request: node_pb2.AttachRequest) -> None:
+        why = self._waits_for(request.group, request.rank)
+        self._node.log.warning(
+            "attach.waits", group=request.group, rank=request.rank, pid=request.pid, why=why
         )
 
     def _check_attach(self, request: node_pb2.AttachRequest) -> None:
@@ -271,12 +285,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             raise SeatTaken(
                 f"{what} is taken by process {holder}; attach to another rank, or end that process"
             )
-        cause = f" ({keeper.seat.cause})" if keeper.seat.cause else ""
-        controller = "" if self._session.connected else "; no controller answers"
-        raise AttachError(
-            f"{what} did not become ready in time: it is {keeper.seat.state} with incarnation "
-            f"{keeper.seat.incarnation}{cause}{controller}; see `elasticep status`"
-        )
+        why = self._waits_for(keeper.group.name, keeper.rank)
+        raise AttachError(f"{what} did not become ready in time: {why}; see `elasticep status`")
 
     # ---- the others
 
@@ -305,6 +315,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             seat = node_pb2.SeatStatus(seat=keeper.message())
             seat.worker_pid = _pid(keeper.worker)
             seat.engine_pid = _pid(keeper.engine)
+            seat.attach_waits_for = self._waits_for(keeper.group.name, keeper.rank)
             status = keeper.status()
             if status is not None:
                 seat.step, seat.progress = status.step, status.progress
@@ -320,7 +331,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         for group, ranks in self._registry.offered.items():
             for rank in ranks if group not in known else ():
                 empty = types_pb2.Seat(group=group, rank=rank, state=types_pb2.SEAT_STATE_EMPTY)
-                answer.seats.append(node_pb2.SeatStatus(seat=empty))
+                why = self._waits_for(group, rank)
+                answer.seats.append(node_pb2.SeatStatus(seat=empty, attach_waits_for=why))
         return answer
 
     async def _report_death(

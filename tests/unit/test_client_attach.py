@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -31,7 +32,7 @@ from elasticep.errors import (
 )
 from elasticep.group import GroupConfig
 from elasticep.native import abi
-from elasticep.proto import node_pb2, node_pb2_grpc
+from elasticep.proto import node_pb2, node_pb2_grpc, types_pb2
 
 CONFIG: GroupConfig = DemoSettings(ranks=2, nodes=1).group_config()
 
@@ -42,9 +43,13 @@ class Daemon(node_pb2_grpc.NodeServiceServicer):
     def __init__(self) -> None:
         self.requests: list[node_pb2.AttachRequest] = []
         self.answer: Any = None
+        self.asked = threading.Event()  # of its status
+        self.asked.set()
+        self.seats: list[node_pb2.SeatStatus] = []
 
     def Attach(self, request: node_pb2.AttachRequest, context: Any) -> Any:  # noqa: N802
         self.requests.append(request)
+        self.asked.wait(60)
         if isinstance(self.answer, node_pb2.AttachResponse):
             return self.answer
         if isinstance(self.answer, grpc.StatusCode):
@@ -57,6 +62,10 @@ class Daemon(node_pb2_grpc.NodeServiceServicer):
             details=[info],
         )
         return context.abort_with_status(rpc_status.to_status(status))
+
+    def GetStatus(self, request: node_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802
+        self.asked.set()
+        return node_pb2.GetStatusResponse(seats=self.seats)
 
 
 @pytest.fixture
@@ -106,6 +115,24 @@ def test_refusal_without_a_reason_is_an_attach_error(
     with pytest.raises(kind) as caught:
         elasticep.attach("demo", 0, path(folder))
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("told", ["it is held by engine 7", "", None])
+def test_a_wait_is_logged_once_with_whom_it_is_for(
+    daemon: Daemon, folder: Path, caplog: pytest.LogCaptureFixture, told: str | None
+) -> None:
+    daemon.asked.clear()  # the answer comes when the client has asked for whom it waits
+    daemon.answer = AttachError
+    for rank, text in ((0, "of another rank"), (1, told)):
+        if text is not None:
+            seat = types_pb2.Seat(group="demo", rank=rank)
+            daemon.seats.append(node_pb2.SeatStatus(seat=seat, attach_waits_for=text))
+    with pytest.raises(AttachError):
+        elasticep.attach("demo", 1, path(folder))
+    said = [record.getMessage() for record in caplog.records if record.name == "elasticep"]
+    expected = {"": "it is about to be ready", None: "the daemon does not say for whom"}
+    why = expected.get(told, told)
+    assert said == [f"attach to rank 1 of group 'demo' waits: {why}"]
 
 
 def test_request_says_who_asks_and_for_what(daemon: Daemon, folder: Path) -> None:
