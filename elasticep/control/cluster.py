@@ -39,7 +39,7 @@ class Node:
 
     Attributes:
         endpoint: how to reach its daemon.
-        session_id: of its latest session; empty: none with this leader yet.
+        session_id: what its daemon calls its process; empty: no session with this leader yet.
         connected: whether that session is open.
         heard_ms: when it was last heard of; after a change of the leader some time ahead.
         seats: (group, rank) -> what it said last.
@@ -129,10 +129,10 @@ class Cluster:
                 outcomes.append((group, membership.handle(hello, now_ms)))
         return outcomes
 
-    def disconnected(self, name: str, session_id: str, now_ms: int) -> Outcomes:
-        """A session ended; nothing happens when the node has a newer one."""
+    def disconnected(self, name: str, now_ms: int) -> Outcomes:
+        """A node's session ended, and none took its place."""
         node = self.nodes.get(name)
-        if node is None or node.session_id != session_id:
+        if node is None:
             return []
         node.connected = False
         return self._all(ev.NodeDisconnected(name), now_ms)

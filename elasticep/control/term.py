@@ -124,9 +124,9 @@ class Term:
 
     def _end(self) -> None:
         self.over = True
-        over = NotLeader("this controller does not lead any more; connect to the next leader")
         for session in list(self._sessions.values()):
-            session.close(over)
+            session.close(_deposed())
+        self._metrics.nodes.set(0)
         for task in self._plans.values():
             task.cancel()
         self._planner.shutdown(wait=False, cancel_futures=True)
@@ -136,7 +136,11 @@ class Term:
     # ---- what is heard
 
     def open(self, session: NodeSession, seats: Iterable[tuple[str, SeatReport]]) -> None:
-        """A node said hello; `ConfigError` when there is no room for it, or it is a namesake."""
+        """A node said hello; `ConfigError` when there is no room for it, or it is a namesake, and
+        `NotLeader` when the term ended before it had said so.
+        """
+        if self.over:
+            raise _deposed()
         self.cluster.check_node(session.endpoint, self.now_ms())
         seats = list(seats)
         old = self._sessions.get(session.node)
@@ -160,12 +164,13 @@ class Term:
             self._log.error("group.unknown", group=group, node=session.node)
 
     def closed(self, session: NodeSession, why: str) -> None:
-        """A node's stream is over."""
-        if self._sessions.get(session.node) is session:
-            del self._sessions[session.node]
-        self._metrics.nodes.set(len(self._sessions))
+        """A node's stream is over. If another took its place the node is as connected as before."""
         name, now_ms = session.node, self.now_ms()
-        self._guarded(lambda: self.cluster.disconnected(name, session.session_id, now_ms))
+        if self._sessions.get(name) is session:
+            del self._sessions[name]
+            if not self.over:
+                self._metrics.nodes.set(len(self._sessions))
+                self._guarded(lambda: self.cluster.disconnected(name, now_ms))
         self._log.info("node.disconnected", node=name, session=session.session_id, reason=why)
 
     def heard(self, session: NodeSession, events: Iterable[tuple[str, ev.Event]]) -> None:
@@ -354,3 +359,7 @@ class Term:
             for session in list(self._sessions.values()):
                 session.send(self._heartbeat)
             await asyncio.sleep(self.cluster.heartbeat_ms / 1_000)
+
+
+def _deposed() -> NotLeader:
+    return NotLeader("this controller does not lead any more; connect to the next leader")

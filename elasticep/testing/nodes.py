@@ -82,6 +82,7 @@ class FakeNode:
         self.views: dict[int, types_pb2.View] = {}
         self.orders: list[controller_pb2.ControllerMessage] = []
         self.error = ""  # how the last session ended
+        self.session_id = uuid.uuid4().hex  # of the process, as a daemon's: sessions share it
         self.changed = asyncio.Event()
         self._tls = tls or TlsConfig()
         self._outbox: asyncio.Queue[NodeMessage] | None = None
@@ -163,7 +164,7 @@ class FakeNode:
                 grpc_address=f"unix:///tmp/{self.name}.sock",
                 fd_socket=f"/tmp/{self.name}.fd",  # noqa: S108 - nothing is made there
             ),
-            session_id=uuid.uuid4().hex,
+            session_id=self.session_id,
             seats=[seat.message() for seat in self.seats.values()],
         )
 

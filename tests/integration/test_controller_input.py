@@ -25,6 +25,7 @@ from elasticep.testing.controllers import (
     formed,
     group_config,
     refused,
+    until,
 )
 from elasticep.testing.nodes import FakeNode, FakeSeat
 
@@ -105,6 +106,33 @@ def test_a_session_takes_the_place_of_the_nodes_earlier_one(run_memory: Run) -> 
             await nodes.until(lambda: nodes.nodes["b"].sessions >= 2)
             nodes.of(0).kill(0)
             await nodes.until(lambda: nodes.members == [1, 2, 3])
+
+    run_memory(scenario)
+
+
+def test_the_end_of_an_earlier_session_is_not_that_of_the_one_that_took_its_place(
+    run_memory: Run,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            away = nodes.nodes["b"]
+            away.addresses.clear()  # it says hello once more, below, while its stream still stands
+            with structlog.testing.capture_logs() as logs:
+                async with client(controller.address) as stub:
+                    call = stub.Session()
+                    await call.write(controller_pb2.NodeMessage(hello=away.hello()))
+                    await until(
+                        lambda: any(e["event"] == "node.disconnected" for e in logs),
+                        "the earlier session ends",
+                    )
+                    nodes.of(0).kill(0)
+                    async for order in call:  # stage_ranks is what the node waits for
+                        if list(order.proposal.stage_ranks) == [2, 3]:
+                            break
+                    told = {
+                        n.endpoint.node: n.state for n in (await cluster(controller.address)).nodes
+                    }
+                    assert told == {"a": "connected", "b": "connected"}
 
     run_memory(scenario)
 
