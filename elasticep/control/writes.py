@@ -82,16 +82,24 @@ class Writes:
         self._clock = clock
         self._written = written
         self._queue: asyncio.Queue[Commit] = asyncio.Queue(_MOST_QUEUED)
+        self._over = False
 
     def add(self, commit: Commit) -> None:
-        """Queue a commit; `Unavailable` when too many wait for the store."""
+        """Queue a commit; `Unavailable` when too many wait for the store. One that comes when the
+        term is over is never written, and whoever waits for it hears so at once.
+        """
+        if self._over:
+            commit.done.cancel()
+            return
         try:
             self._queue.put_nowait(commit)
         except asyncio.QueueFull:
+            commit.done.cancel()
             raise Unavailable(f"{_MOST_QUEUED} writes wait for the store") from None
 
     def abandon(self) -> None:
         """The term is over: what waits is never written."""
+        self._over = True
         while not self._queue.empty():
             self._queue.get_nowait().done.cancel()
 

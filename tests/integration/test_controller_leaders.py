@@ -5,13 +5,25 @@ import time
 import grpc.aio
 import pytest
 
-from elasticep.control import records
+from elasticep.control import messages, records
 from elasticep.control.clocks import Clocks
+from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.store import Delete, KeyValue, MemoryStore
+from elasticep.control.term import Term
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.proto import controller_pb2
 from elasticep.rpc import error_info
-from elasticep.testing.controllers import CALL_S, Bench, Run, client, cluster, formed, until
+from elasticep.testing.controllers import (
+    CALL_S,
+    Bench,
+    Run,
+    client,
+    cluster,
+    formed,
+    refused,
+    until,
+)
+from elasticep.testing.nodes import FakeNode, FakeSeat
 
 
 def test_a_restarted_controller_goes_on_in_the_middle_of_a_view_change(run: Run) -> None:
@@ -264,5 +276,50 @@ def test_a_leader_whose_lease_may_be_over_answers_nothing(run_memory: Run) -> No
                 leader.leading()
             ahead_s = 0.0
             assert leader.leading() is old
+
+    run_memory(scenario)
+
+
+def test_what_an_operator_asked_of_a_term_that_ends_meanwhile_is_refused(
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, _), client(controller.address) as stub:
+
+            async def plan(term: Term, job: PlanJob) -> Planned:
+                bench.memory.transact((), (Delete(records.LEADER),))
+                await until(lambda: term.over, "it notices")
+                return job.run()
+
+            monkeypatch.setattr(Term, "plan", plan)
+            monkeypatch.setattr(Planned, "verdict", lambda planned: (True, "a test wants it"))
+            request = controller_pb2.RebalanceRequest(
+                group="g", action=controller_pb2.REBALANCE_ACTION_FORCE
+            )
+            assert isinstance(await refused(stub.Rebalance(request, timeout=CALL_S)), NotLeader)
+
+    run_memory(scenario)
+
+
+def test_a_node_that_says_hello_to_a_term_that_ended_is_sent_on(
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        controller = await bench.leader()
+        read, over = messages.read_hello, controller.term
+
+        def late(hello: controller_pb2.NodeHello) -> object:
+            assert over is not None
+            over._end()  # as when the lead is lost between the call and its first message
+            return read(hello)
+
+        monkeypatch.setattr(messages, "read_hello", late)
+        async with client(controller.address) as stub:
+            call = stub.Session(timeout=CALL_S)
+            hello = FakeNode("a", [FakeSeat("g", 0)], []).hello()
+            await call.write(controller_pb2.NodeMessage(hello=hello))
+            error = await refused(call.read())
+        assert isinstance(error, NotLeader), error
+        assert controller.metrics.nodes._value.get() == 0, "no node is connected to it"
 
     run_memory(scenario)
