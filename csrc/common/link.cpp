@@ -1,5 +1,6 @@
 #include "link.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -21,10 +22,31 @@ namespace {
 
 constexpr size_t kMaxBody = 64 * 1024;
 constexpr int kAgainMs = 2000;  // for an answer to a hello that is said again
+constexpr unsigned kDialAgainUs = 10'000;
 constexpr int kMaxFds = 253;  // the kernel's limit for one message
 
+void limit_sends(int fd, unsigned timeout_ms) {
+  const timeval limit{time_t(timeout_ms / 1000), suseconds_t(timeout_ms % 1000 * 1000)};
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+}
+
+// Of a stopped daemon's full backlog a blocking connect hears only when its time is over: this one looks at `stop`, too.
+int connect_until(int fd, const sockaddr_un& address, uint64_t deadline, const std::atomic<bool>* stop) {
+  const int flags = fcntl(fd, F_GETFL);
+  fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+  int error = 0;
+  while (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address)) {
+    error = errno;
+    if (error != EAGAIN || now_ns() >= deadline || (stop && stop->load())) break;
+    error = 0;
+    usleep(kDialAgainUs);
+  }
+  fcntl(fd, F_SETFL, flags);
+  return error;
+}
+
 // A daemon that is stopped takes no connections and reads nothing: neither may hold its caller longer than this.
-int dial(const std::string& path, unsigned timeout_ms) {
+int dial(const std::string& path, unsigned timeout_ms, const std::atomic<bool>* stop = nullptr) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path)
@@ -32,13 +54,11 @@ int dial(const std::string& path, unsigned timeout_ms) {
   memcpy(address.sun_path, path.c_str(), path.size());
   int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (fd < 0) return fail(-errno, "socket: %s", strerror(errno));
-  const timeval limit{time_t(timeout_ms / 1000), suseconds_t(timeout_ms % 1000 * 1000)};
-  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address)) {
-    int error = errno;
+  if (int error = connect_until(fd, address, now_ns() + uint64_t(timeout_ms) * 1'000'000, stop)) {
     ::close(fd);
     return fail(EP_EGONE, "no daemon answers at '%s' (%s); start `elasticep daemon` on this node", path.c_str(), strerror(error));
   }
+  limit_sends(fd, timeout_ms);
   return fd;
 }
 
@@ -150,6 +170,7 @@ int Link::open(const std::string& path, uint32_t role, const std::string& ticket
   rank = welcome->head.rank;
   incarnation = uint32_t(welcome->head.a);
   takes_.store(uint32_t(welcome->head.d >> 32));
+  limit_sends(fd, kAgainMs);  // an attach may have longer than what comes after it
   fd_.store(fd);
   return 0;
 }
@@ -180,7 +201,7 @@ uint64_t Link::away_ns() const {
 }
 
 bool Link::reconnect() {
-  int fd = dial(path_, kAgainMs);
+  int fd = dial(path_, kAgainMs, &stop_);
   if (fd < 0) return false;
   ep_message m = hello(role_, group);
   m.rank = rank;
@@ -229,9 +250,7 @@ void Link::loop() {
     if (!readable(fd, stop_event_, stop_event_ < 0 ? 50 : -1)) continue;
     Received message;
     if (!receive(fd, &message)) {
-      std::lock_guard<std::mutex> guard(send_mutex_);
-      fd_.store(-1);
-      ::close(fd);
+      drop();
       peers_.clear();
       away_since_.store(now_ns());
       continue;
@@ -241,6 +260,14 @@ void Link::loop() {
   }
 }
 
+// Closes the descriptor when no thread uses it any more: before that its number may not name anything else.
+void Link::drop() {
+  std::lock_guard<std::mutex> sends(send_mutex_);
+  std::lock_guard<std::mutex> closes(close_mutex_);
+  const int fd = fd_.exchange(-1);
+  if (fd >= 0) ::close(fd);
+}
+
 void Link::close() {
   stop_.store(true);
   if (stop_event_ >= 0) {
@@ -248,17 +275,16 @@ void Link::close() {
     if (write(stop_event_, &one, sizeof one) < 0) {  // already signalled
     }
   }
+  {
+    // Wakes whoever waits for a daemon to take a message, the link's own thread too.
+    std::lock_guard<std::mutex> guard(close_mutex_);
+    const int fd = fd_.load();
+    if (fd >= 0) shutdown(fd, SHUT_RDWR);
+  }
   if (thread_.joinable()) thread_.join();
   if (stop_event_ >= 0) ::close(stop_event_);
   stop_event_ = -1;
-  // A thread that waits in `send` is woken, and has left the descriptor alone before that names anything else.
-  const int fd = fd_.load();
-  if (fd >= 0) shutdown(fd, SHUT_RDWR);
-  {
-    std::lock_guard<std::mutex> guard(send_mutex_);
-    fd_.store(-1);
-    if (fd >= 0) ::close(fd);
-  }
+  drop();
   for (int own : own_fds_) ::close(own);
   own_fds_.clear();
 }

@@ -49,6 +49,7 @@ class Link {
  private:
   void loop();
   bool reconnect();
+  void drop();
   bool gather(Received& message);
 
   std::string path_;
@@ -57,6 +58,7 @@ class Link {
   std::vector<int> own_fds_;
   Received peers_;  // of PEERS whose STAGE has not come yet
   std::mutex send_mutex_;
+  std::mutex close_mutex_;  // taken after send_mutex_: the descriptor is closed, or shut down from elsewhere
   std::atomic<int> fd_{-1};
   std::atomic<uint32_t> takes_{0};
   std::atomic<bool> stop_{false}, quit_{false};

@@ -19,6 +19,8 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 import elasticep
+from elasticep.client.attach import _release
+from elasticep.config import ClientConfig
 from elasticep.demo.settings import DemoSettings
 from elasticep.errors import (
     AttachError,
@@ -46,6 +48,8 @@ class Daemon(node_pb2_grpc.NodeServiceServicer):
         self.asked = threading.Event()  # of its status
         self.asked.set()
         self.seats: list[node_pb2.SeatStatus] = []
+        self.detached: list[node_pb2.DetachRequest] = []
+        self.left_s: list[float] = []
 
     def Attach(self, request: node_pb2.AttachRequest, context: Any) -> Any:  # noqa: N802
         self.requests.append(request)
@@ -62,6 +66,11 @@ class Daemon(node_pb2_grpc.NodeServiceServicer):
             details=[info],
         )
         return context.abort_with_status(rpc_status.to_status(status))
+
+    def Detach(self, request: node_pb2.DetachRequest, context: Any) -> Any:  # noqa: N802
+        self.detached.append(request)
+        self.left_s.append(context.time_remaining())
+        return node_pb2.DetachResponse()
 
     def GetStatus(self, request: node_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802
         self.asked.set()
@@ -133,6 +142,14 @@ def test_a_wait_is_logged_once_with_whom_it_is_for(
     expected = {"": "it is about to be ready", None: "the daemon does not say for whom"}
     why = expected.get(told, told)
     assert said == [f"attach to rank 1 of group 'demo' waits: {why}"]
+
+
+def test_detach_gives_a_daemon_less_than_a_second(daemon: Daemon, folder: Path) -> None:
+    settings = ClientConfig(socket=path(folder), group="demo", rank=1)
+    _release(settings, 3)
+    (request,) = daemon.detached
+    assert (request.group, request.rank, request.incarnation) == ("demo", 1, 3)
+    assert 0 < daemon.left_s[0] < 1
 
 
 def test_request_says_who_asks_and_for_what(daemon: Daemon, folder: Path) -> None:
