@@ -130,7 +130,7 @@ class Background:
             window = self._group.handle(ev.Loads(tokens), now_ms)
             view = self._group.view
             if tokens is not None and now_ms >= self._save_loads_ms:
-                window.writes.append(ev.SaveLoads(tokens))
+                window.save(ev.SaveLoads(tokens))
                 self._save_loads_ms = now_ms + SAVE_LOADS_MS
             if view is not None:
                 now = Figures.of(view.placement, self.around, view.ranks)

@@ -63,7 +63,7 @@ def retire(state: GroupState, now_ms: int, out: Outcome) -> None:
     elif state.in_use is not None:
         first = max((epoch for epoch, _ in state.in_use if epoch <= floor), default=0)
         state.in_use = [(epoch, table) for epoch, table in state.in_use if epoch >= first]
-    out.writes.append(ev.SaveAdopted(floor))
+    out.save(ev.SaveAdopted(floor))
     if floor == view.epoch:
         for seat in state.seats.values():
             if seat.phase is Phase.DRAINING and not view.holds(seat.rank, seat.incarnation):
@@ -241,7 +241,7 @@ def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) ->
     state.revoked.clear()
     _ask_again(state, plan)
     state.history.append(view.describe())
-    out.writes.append(ev.SaveView(view))
+    out.save(ev.SaveView(view))
     out.note(
         "view.proposed",
         epoch=epoch,

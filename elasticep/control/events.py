@@ -346,10 +346,16 @@ class Outcome:
         """Add a notice."""
         self.notices.append(Notice(event, fields))
 
-    def save(self, record: SaveSeat) -> None:
-        """Write a seat; the last record of a rank counts."""
+    def save(self, record: Write) -> None:
+        """Write a record in place of an earlier one of the same thing: a transaction that names a
+        key twice is refused.
+        """
         for index, write in enumerate(self.writes):
-            if isinstance(write, SaveSeat) and write.rank == record.rank:
+            if _of(write) == _of(record):
                 self.writes[index] = record
                 return
         self.writes.append(record)
+
+
+def _of(write: Write) -> tuple[type, int]:
+    return type(write), write.rank if isinstance(write, SaveSeat) else 0

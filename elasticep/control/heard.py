@@ -136,7 +136,7 @@ def _unknown(
     if seat.phase is Phase.GONE:
         seat.move(Phase.FENCED, now_ms, "the store does not know this incarnation")
     seat.why = "this controller does not know the incarnation; attach anew"
-    out.writes.append(seat.record())
+    out.save(seat.record())
     if report.state is SeatState.EMPTY:
         state.confirm_gone(seat, now_ms, seat.why, out)
     else:

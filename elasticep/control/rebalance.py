@@ -159,13 +159,13 @@ class Rebalancer:
     def pause(self, why: str, out: Outcome) -> None:
         """Begin nothing, and no further stage of what is under way."""
         self.paused = why or "paused by an operator"
-        out.writes.append(self.record())
+        out.save(self.record())
         out.note("rebalance.paused", reason=self.paused)
 
     def resume(self, out: Outcome) -> None:
         """Go on, also from a placement that was imported."""
         self.paused, self.held, self._judged = "", False, None
-        out.writes.append(self.record())
+        out.save(self.record())
         out.note("rebalance.resumed")
 
     def ask(self, asked: str, wanted: Placement | None, out: Outcome) -> None:
@@ -173,13 +173,13 @@ class Rebalancer:
         self.asked, self.wanted, self._failures, self._not_before_ms = asked, wanted, 0, 0
         self.held = wanted is not None
         self._answers = False  # a plan or rebalance under way was not made for this
-        out.writes.append(self.record())
+        out.save(self.record())
         out.note("rebalance.asked", what=asked)
 
     def _answered(self, out: Outcome) -> None:
         if self.asked and self._answers:
             self.asked, self.wanted = "", None
-            out.writes.append(self.record())
+            out.save(self.record())
 
     # ---- time
 

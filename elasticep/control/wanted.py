@@ -79,7 +79,7 @@ def set_policies(state: GroupState, event: ev.SetPolicies, now_ms: int, out: Out
     config = event.policies.apply(state.created)
     before, after = flat(state.policies.to_dict()), flat(event.policies.to_dict())
     state.policies, state.config = event.policies, config
-    out.writes.append(ev.SavePolicies(event.policies))
+    out.save(ev.SavePolicies(event.policies))
     out.after.extend(ev.Tell(node, event.policies) for node in sorted(state.connected))
     changed = {name: value for name, value in after.items() if before[name] != value}
     if changed:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticep.control import events as ev
+from elasticep.control import records
 from elasticep.control.events import Fence, Grant, Outcome, Propose, SeatReport, SeatState
 from elasticep.control.membership import Membership, Saved
+from elasticep.control.store.base import check_operations
 from elasticep.control.views import View
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig
@@ -106,8 +108,11 @@ class World:
         return self.take(self.decide(event))
 
     def take(self, out: Outcome) -> Outcome:
-        """Write and send what an outcome wants."""
+        """Write and send what an outcome wants; the store must be able to take it at once."""
         self._send(out.now)
+        at = records.Moment(self.now_ms, self.now_ms)
+        name = self.config.name
+        check_operations([op for write in out.writes for op in records.operations(name, write, at)])
         for write in out.writes:
             if isinstance(write, ev.SaveView):
                 self.saved_view = write.view

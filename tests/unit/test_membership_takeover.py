@@ -129,3 +129,33 @@ def test_an_end_that_may_not_be_in_the_store_is_told_after_the_store() -> None:
     assert not [send for send in out.now if isinstance(send, Fence)]
     fenced = {(send.rank, send.incarnation) for send in out.after if isinstance(send, Fence)}
     assert fenced == {(2, 1), (3, 1)}
+
+
+def test_a_store_that_was_restored_from_a_backup_is_gone_on_from() -> None:
+    world = formed()
+    backup = (world.saved_view, world.saved_adopted, dict(world.saved_seats))
+    for rank in (1, 3, 3):  # since then incarnations ended, and views came that it does not have
+        world.kill(rank)
+        world.settle()
+    assert members(world) == [(0, 1), (1, 2), (2, 1), (3, 3)]
+    before = world.view.epoch
+    world.saved_view, world.saved_adopted, world.saved_seats = backup
+    world.restart_controller()
+    world.settle(30)
+    assert members(world) == [(0, 1), (1, 3), (2, 1), (3, 4)], "whom it does not know attaches anew"
+    assert world.membership.adopted_epoch == world.view.epoch > before
+
+
+def test_an_end_by_which_a_second_epoch_is_adopted_at_once_is_one_write() -> None:
+    world = formed()
+    world.attach = False
+    world.kill(3)
+    world.run()  # rank 1 stages epoch 2, and nothing after it
+    world.seat(1)[1].hung = True
+    world.kill(2)
+    world.run()
+    world.feed(ev.Adopted("a", 0, 1, 3))
+    world.now_ms += STAGE_TIMEOUT_MS
+    out = world.feed(ev.Adopted("a", 1, 1, 2))
+    assert [write.epoch for write in out.writes if isinstance(write, ev.SaveAdopted)] == [3]
+    assert world.membership.adopted_epoch == 3
