@@ -14,6 +14,9 @@ from elasticep.proto import controller_pb2, types_pb2
 
 MAX_SEATS: Final = 4_096  # of one node
 MAX_EXPERTS: Final = 65_536  # named in one answer
+# Whatever nodes know, a leader goes on from: it must be able to, for longer than anything runs.
+_MOST_INCARNATION: Final = 1 << 31
+_MOST_EPOCH: Final = 1 << 63
 _MAX_NAME: Final = 253
 _MAX_ADDRESS: Final = 512
 _MAX_TEXT: Final = 512  # sentences are cut, not refused
@@ -26,6 +29,12 @@ def _name(what: str, value: str, limit: int = _MAX_NAME) -> str:
             f"{what} is {value[:40]!r} with {len(value)} characters; it must be 1 to {limit} "
             "printable ones without '/'"
         )
+    return value
+
+
+def _number(what: str, value: int, most: int) -> int:
+    if value > most:
+        raise ConfigError(f"{what} is {value}, which nothing could follow; at most {most} is taken")
     return value
 
 
@@ -61,7 +70,11 @@ def read_seat(seat: types_pb2.Seat) -> tuple[str, SeatReport]:
     if int(seat.state) not in {int(state) for state in SeatState}:
         raise ConfigError(f"a seat of group {seat.group[:40]!r} has the state {seat.state}")
     report = SeatReport(
-        seat.rank, seat.incarnation, SeatState(seat.state), seat.epoch, _text(seat.cause)
+        seat.rank,
+        _number("a seat's incarnation", seat.incarnation, _MOST_INCARNATION),
+        SeatState(seat.state),
+        _number("a seat's epoch", seat.epoch, _MOST_EPOCH),
+        _text(seat.cause),
     )
     return _name("a group's name", seat.group, _MAX_GROUP), report
 
@@ -75,13 +88,7 @@ def read_events(node: str, message: controller_pb2.NodeMessage) -> list[tuple[st
     if body == "staged":
         return [(message.staged.group, _staged(node, message.staged))]
     if body == "adopted":
-        adopted = message.adopted
-        return [
-            (
-                adopted.group,
-                ev.Adopted(node, adopted.rank, adopted.incarnation, adopted.epoch, adopted.step),
-            )
-        ]
+        return [(message.adopted.group, _adopted(node, message.adopted))]
     if body == "wait":
         return [(message.wait.group, _wait(node, message.wait))]
     if body == "heartbeat":
@@ -106,6 +113,11 @@ def _staged(node: str, staged: controller_pb2.Staged) -> ev.Staged:
         _text(staged.error),
         tuple((ref.layer, ref.expert) for ref in staged.unrestorable),
     )
+
+
+def _adopted(node: str, adopted: controller_pb2.Adopted) -> ev.Adopted:
+    epoch = _number("an adopted epoch", adopted.epoch, _MOST_EPOCH)
+    return ev.Adopted(node, adopted.rank, adopted.incarnation, epoch, adopted.step)
 
 
 def _progressed(node: str, rank: controller_pb2.RankProgress) -> ev.Progressed:

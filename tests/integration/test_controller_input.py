@@ -16,6 +16,7 @@ from elasticep.errors import (
     NotLeader,
 )
 from elasticep.proto import controller_pb2, types_pb2
+from elasticep.proto.controller_pb2 import NodeMessage
 from elasticep.testing.controllers import (
     CALL_S,
     Bench,
@@ -91,6 +92,30 @@ def test_a_node_speaks_for_its_own_ranks_only(run_memory: Run) -> None:
             await nodes.until(lambda: nodes.epoch == 2)
             assert nodes.members == [1, 2, 3]
             assert (await cluster(controller.address)).groups[0].ranks[3].state == "active"
+
+    run_memory(scenario)
+
+
+def test_numbers_that_nothing_could_follow_are_refused(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (controller, nodes):
+            term, liar, b = controller.term, nodes.nodes["b"], {"group": "g", "rank": 3}
+            last, ever = {"incarnation": 2**32 - 1}, {"epoch": 2**64 - 1}
+            dead = types_pb2.Seat(**b, **last, state=types_pb2.SEAT_STATE_DEAD)
+            gone = types_pb2.Seat(**b, **last, state=types_pb2.SEAT_STATE_EMPTY, cause="it ended")
+            runs = types_pb2.Seat(**b, **ever, incarnation=1, state=types_pb2.SEAT_STATE_ATTACHED)
+            adopted = controller_pb2.Adopted(**b, **ever, incarnation=1)
+            said = [[NodeMessage(seat=dead), NodeMessage(seat=gone)], [NodeMessage(seat=runs)]]
+            for messages in (*said, [NodeMessage(adopted=adopted)]):
+                before = liar.sessions
+                for message in messages:
+                    liar.send(message)
+                await nodes.until(lambda n=before: liar.sessions > n)  # type: ignore[misc]
+                assert "nothing could follow" in liar.error
+            assert controller.term is term, "the lead was lost over a number"
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2, "and it goes on")
+            assert nodes.members == [0, 1, 2]
 
     run_memory(scenario)
 
