@@ -37,6 +37,10 @@ _OPTIONAL_FIELDS = (
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
+class _Unsaid(int):
+    """A default that gives way where it cannot be; what somebody wrote does not."""
+
+
 class LostExperts(enum.StrEnum):
     """What happens while an expert has no live replica."""
 
@@ -74,7 +78,8 @@ class GroupConfig:
         initial_ranks: the first view waits for ranks 0..initial_ranks-1.
         min_ranks: no view with fewer members is proposed.
         spare_copies: copies of an expert beyond its first, where slots allow; with 2 or more all
-            slots are filled, experts with much load first.
+            slots are filled, experts with much load first. Not given: 1, or 0 where one rank is
+            all that can be.
         flap_limit: a rank that dies this often in ten minutes waits for an operator; 0: never.
         manual_readmission: every rank that was expelled waits for an operator.
         staging_slots: slots per rank and layer that plans leave empty, so that moves have a place
@@ -94,7 +99,7 @@ class GroupConfig:
     completion: Completion = Completion.LOCAL
     device: Device = Device.CPU
     min_ranks: int = 1
-    spare_copies: int = 1
+    spare_copies: int = _Unsaid(1)
     flap_limit: int = 3
     manual_readmission: bool = False
     staging_slots: int = 0
@@ -113,6 +118,9 @@ class GroupConfig:
                     f"{kind.__name__}, or read a group's file with GroupConfig.from_toml_dict"
                 )
         object.__setattr__(self, "exchanges", pairs(self.name, self.exchanges))
+        if isinstance(self.spare_copies, _Unsaid):
+            fits = min(int(self.spare_copies), self.geometry.max_ranks - 1)
+            object.__setattr__(self, "spare_copies", fits)
         self.validate()
 
     def validate(self) -> None:

@@ -283,6 +283,21 @@ def test_the_digest_sees_every_field_and_the_order_of_exchanges() -> None:
     base.require_same(GroupConfig.from_toml_dict(toml()))
 
 
+def test_a_group_of_one_rank_has_no_spare_copies_unless_somebody_asks_for_them() -> None:
+    sizes = {**GroupConfig.from_toml_dict(toml()).to_dict()["geometry"], "slots_per_rank": 8}
+    one = toml(initial_ranks=1, min_ranks=1, geometry={**sizes, "max_ranks": 1})
+    del one["spare_copies"]
+    config = GroupConfig.from_toml_dict(one)
+    assert config.spare_copies == 0
+    assert type(config.spare_copies) is int
+    assert GroupConfig.from_proto(config.to_proto()) == config
+    config.require_same(GroupConfig.from_toml_dict({**one, "spare_copies": 0}))
+    with pytest.raises(ConfigError, match="spare_copies is 1; it must be 0 to 0"):
+        GroupConfig.from_toml_dict({**one, "spare_copies": 1})
+    two = GroupConfig.from_toml_dict({**one, "geometry": {**sizes, "max_ranks": 2}})
+    assert (two.spare_copies, type(two.spare_copies)) == (1, int)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
