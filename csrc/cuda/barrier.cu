@@ -1,15 +1,13 @@
-// The step barrier and the end-of-step check (design: protocol, sections 3 and 4). One block each.
-#include <utility>
-
+// The step barrier: cells go out, cells are read, and what they decide is taken (design: protocol, section 4). One block.
 #include "cells.cuh"
 #include "kernels.h"
+#include "view_switch.cuh"
 
 namespace epc {
 
 namespace {
 
 constexpr u32 kUndecided = ~0u, kAtAnother = ~1u;  // beside epc_step_status; the latter: cells for a number that was taken on
-constexpr u64 kNothing = ~0ull;
 
 // What is staged later than the running view, ascending.
 __device__ u32 later_views(const Domain& d, u64 running, Known* out) {
@@ -37,11 +35,6 @@ __device__ void found(const Domain& d, State* s) {
     s->digest = v->digest;
   }
 }
-
-// The number after `step`. This rank's region may name numbers beyond a younger group's: flags and marks of these would tear
-// every step. So it is ahead of them at once, and the others, who wait for it, follow. By an even number: cells of the barrier
-// before stay until all are past it.
-__device__ u64 past_floor(const State* s, u64 step) { return step > s->floor ? step : step + (s->floor - step) / 2 * 2 + 2; }
 
 // Thread 0: what this barrier's cells say. One that is tried again, after a time-out, has written them already: whoever decided
 // by them decided by these tokens and views.
@@ -76,78 +69,6 @@ __device__ bool plain(const Domain& d, const Barrier& b, const Seen* c, u32 r) {
          c->view[0].digest == b.running.digest && b.dead[r] < inc;
 }
 
-__device__ void publish(const Domain& d, const Barrier& b, u32 status) {
-  Record* record = d.record;
-  const Rules rules{d, const_cast<Barrier&>(b)};
-  const u32* incarnation = status == EPC_STEP_RUN || status == EPC_STEP_DOOMED ? d.state->incarnations : b.running.incarnation;
-  for (u32 r = threadIdx.x; r < d.ranks; r += kThreads) {
-    const Seen* c = rules.seen(r);
-    record->info.incarnation[r] = incarnation ? incarnation[r] : 0;
-    // A joiner that enters a step without a cell has announced nothing: all must see the same tokens.
-    if (r == d.me) record->info.tokens[r] = b.running.epoch ? b.tokens : 0;
-    else record->info.tokens[r] = c->valid && c->step == b.step ? c->tokens : 0;
-  }
-  if (threadIdx.x == 0) {
-    record->info.epoch = d.state->epoch;
-    record->info.step = b.step;
-    record->info.digest = d.state->digest;
-    record->info.barrier_ns = wall_ns() - b.began;
-    record->info.status = status;
-    record->info.members = d.state->members;
-    record->info.complete = 0;
-    record->info.ended = 0;
-    *reinterpret_cast<volatile u64*>(&d.header->step) = b.step;
-    *reinterpret_cast<volatile u64*>(&d.header->epoch) = d.state->epoch;
-    *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
-    *reinterpret_cast<volatile u32*>(&d.header->wait.phase) = kPhaseNone;
-    store_relaxed(&record->at, wall_ns());
-  }
-  __syncthreads();
-  if (threadIdx.x) return;
-  fence_system();
-  store_relaxed(&record->begun, ++d.state->begun);
-}
-
-// Marks for an earlier incarnation stay for good and have only the low bits of their epoch: each is remembered before it could
-// look like one of a view to come.
-__device__ u64 leave_mark(const Domain& d, u32 rank) {
-  return load_relaxed(reinterpret_cast<const u64*>(d.region(d.me) + d.leave + rank * sizeof(ep::Flag)));
-}
-__device__ int epochs_ahead(u64 mark, u64 epoch) { return short(u16(mark >> 8) - u16(epoch)); }
-
-// Thread 0: the state of the decided step.
-__device__ void adopt(const Domain& d, const Barrier& b) {
-  State* s = d.state;
-  const Staged* view = d.staged + b.epoch % EP_BANKS;
-  const bool changes = b.epoch != b.running.epoch;
-  // Between the running view and this one there may have been another. A joiner leaves nobody behind.
-  const Staged* between = d.staged + b.base % EP_BANKS;
-  const u32* base = b.running.epoch && b.base != b.running.epoch && b.base != b.epoch && between->epoch == b.base ? between->incarnation : nullptr;
-  u32 n = 0;
-  for (u32 w = 0; w < kMaskWords; ++w) s->mask[w] = 0;
-  for (u32 r = 0; r < d.ranks; ++r) {
-    const u32 inc = view->incarnation[r];
-    u64* leave = reinterpret_cast<u64*>(d.region(r) + d.leave + d.me * sizeof(ep::Flag));
-    // Those whom this view leaves behind learn it before anyone goes on.
-    for (const u32* old : {base, b.running.incarnation})
-      if (changes && old && old[r] && old[r] != inc && r != d.me) store_relaxed(leave, ep::make_leave(b.step, b.epoch, ep::kLeaveExpelled));
-    if (changes)
-      if (const u64 mark = leave_mark(d, r); epochs_ahead(mark, b.epoch) <= 0) s->past_marks[r] = mark;
-    s->incarnations[r] = inc;
-    if (!inc) continue;
-    s->mask[r / 32] |= 1u << (r % 32);
-    s->member[n++] = r;
-    if (b.doomed && r != d.me) store_relaxed(leave, ep::make_leave(b.step, b.epoch, ep::kLeaveDoomed));
-  }
-  fence_system();
-  s->members = n;
-  s->step = b.step;
-  s->barrier = past_floor(s, b.step + 1);
-  s->epoch = b.epoch;
-  s->bank = u32(b.epoch % EP_BANKS);
-  s->digest = view->digest;
-}
-
 // Thread 0: the number of this barrier, and what its cells say.
 __device__ void open_barrier(const Domain& d, Barrier& b, u32 tokens) {
   State* s = d.state;
@@ -173,22 +94,6 @@ __device__ void open_barrier(const Domain& d, Barrier& b, u32 tokens) {
   fence_system();
 }
 
-// Whether somebody went on in a later view without this rank. Marks of earlier epochs were for an earlier incarnation, and so
-// was one of an epoch whose view is staged here, with this incarnation in it.
-__device__ bool left_behind(const Domain& d, const Barrier& b) {
-  if (!b.running.epoch) return false;
-  for (u32 r = 0; r < d.ranks; ++r) {
-    const u64 mark = leave_mark(d, r);
-    u64& past = d.state->past_marks[r];
-    if ((mark & 0xff) != ep::kLeaveExpelled || mark == past) continue;
-    const int ahead = epochs_ahead(mark, b.running.epoch);
-    const Known* view = ahead > 0 ? Rules{d, const_cast<Barrier&>(b)}.staged(b.running.epoch + u64(ahead)) : nullptr;
-    if (ahead > 0 && !(view && view->incarnation[d.me] == d.state->incarnation)) return true;
-    past = mark;
-  }
-  return false;
-}
-
 // Thread 0, now and then while nothing is decided: what else ends the wait.
 __device__ __noinline__ u32 look_around(const Domain& d, const Barrier& b) {
   State* s = d.state;
@@ -203,7 +108,7 @@ __device__ __noinline__ u32 look_around(const Domain& d, const Barrier& b) {
 }
 
 __device__ void read_dead(const Domain& d, Barrier& b) {
-  for (u32 i = threadIdx.x; i < d.ranks; i += kThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
+  for (u32 i = threadIdx.x; i < d.ranks; i += kBarrierThreads) b.dead[i] = load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[i]));
 }
 
 __device__ u32 status_of(const Barrier& b) {
@@ -222,7 +127,7 @@ __device__ u32 try_decide(const Domain& d, Barrier& b, u32 tokens, bool slow, bo
   read_cells(d, b, look);
   __syncthreads();
   bool ready = !b.staged_count;
-  for (u32 r = threadIdx.x; ready && r < d.ranks; r += kThreads) ready = plain(d, b, rules.seen(r), r);
+  for (u32 r = threadIdx.x; ready && r < d.ranks; r += kBarrierThreads) ready = plain(d, b, rules.seen(r), r);
   const bool run = __syncthreads_and(ready);
   if (threadIdx.x == 0) {
     if (run) {
@@ -283,7 +188,7 @@ __device__ __noinline__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bo
     b.kind = BarrierDecision::kWait;
   }
   __syncthreads();
-  for (u32 i = threadIdx.x; i < 2 * d.ranks; i += kThreads) {
+  for (u32 i = threadIdx.x; i < 2 * d.ranks; i += kBarrierThreads) {
     u64 step;
     u32 inc;
     if (i / 2 != d.me && peek(cell_at(d, d.me, i / 2, i % 2), &step, &inc) && known(b, i / 2, inc)) raise(&b.newest[i % 2], step);
@@ -312,50 +217,11 @@ __device__ __noinline__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bo
   return b.status;
 }
 
-// Thread 0: what was decided becomes this rank's state.
-__device__ void conclude(const Domain& d, Barrier& b, u32 status) {
-  State* s = d.state;
-  const bool settled = status == EPC_STEP_RUN || status == EPC_STEP_DOOMED;
-  if (settled) adopt(d, b);
-  b.adopted = settled && b.epoch != s->mapped;
-  if (b.adopted) s->mapped = b.epoch;
-  if (status == EPC_STEP_RUN) {
-    // All run the work after the least; who is ahead undoes its last one.
-    const u64 least = Rules{d, b}.least_done(s->incarnations);
-    if (d.agreed && least < s->done) s->done = least;
-    d.record->info.work = d.agreed ? s->done + 1 : 0;
-    d.record->info.settled = d.agreed ? s->done : 0;
-    s->torn = 0;
-  } else {
-    // Kernels that follow all the same, as in a graph, send nothing: a combine says that its outputs are ready before it looks
-    // whether the step is torn, and the numbers here are of the last step that ran, in which a peer may still be.
-    s->members = 0;
-  }
-  if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
-    const bool doomed = status == EPC_STEP_DOOMED;
-    d.record->fault = {b.step, s->epoch, u32(doomed ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED), kPhaseBarrier, 0, doomed ? b.who : d.me, 0, 0, 0, 0, 0, 0};
-  }
-}
-
-// The tables of the adopted view to their one place; whether some expert has no copy.
-__device__ bool take_tables(const Domain& d, u64 epoch) {
-  const u32 entries = d.layers * d.experts, held = d.layers * d.slots;
-  const int4* from = reinterpret_cast<const int4*>(d.maps + epoch % EP_BANKS * entries);
-  bool lacks = false;
-  for (u32 i = threadIdx.x; i < entries; i += kThreads) {
-    const int4 copies = __ldcg(from + i);
-    reinterpret_cast<int4*>(d.active)[i] = copies;
-    lacks |= copies.w == 0;  // Copies::count
-  }
-  for (u32 i = threadIdx.x; i < held; i += kThreads) d.slot_experts[i] = __ldcg(d.slot_banks + epoch % EP_BANKS * held + i);
-  return __syncthreads_or(lacks);
-}
-
-__global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
+__global__ void __launch_bounds__(kBarrierThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
   __shared__ Barrier b;
   wait_for_previous_kernel();
   read_dead(d, b);
-  for (u32 i = threadIdx.x; d.count_loads && i < d.layers * d.experts; i += kThreads) d.pending[i] = 0;
+  for (u32 i = threadIdx.x; d.count_loads && i < d.layers * d.experts; i += kBarrierThreads) d.pending[i] = 0;
   if (threadIdx.x == 0) open_barrier(d, b, tokens);
   __syncthreads();
   u32 status = b.running.epoch || b.staged_count ? kUndecided : EPC_STEP_NO_VIEW;
@@ -378,82 +244,14 @@ __global__ void __launch_bounds__(kThreads) step_begin_kernel(const __grid_const
   publish(d, b, status);
 }
 
-// The last act of a step: it counts only if nothing was torn and nobody has left it.
-__global__ void __launch_bounds__(1024) step_end_kernel(const __grid_constant__ Domain d, u32* complete_flag) {
-  wait_for_previous_kernel();
-  State* s = d.state;
-  __shared__ u32 left;  // the first rank that has left this step
-  if (threadIdx.x == 0) left = kNobody;
-  __syncthreads();
-  const bool torn = load_relaxed(&s->torn) != 0;
-  bool whole = !torn;
-  fence_system();
-  if (threadIdx.x < EP_MAX_CHANNELS) whole = whole && s->opened[threadIdx.x] == s->sequence[threadIdx.x];
-  if (threadIdx.x < d.ranks && threadIdx.x != d.me) {
-    const u8* leave = d.region(d.me) + d.leave + threadIdx.x * sizeof(ep::Flag);
-    if (ep::leave_step(load_relaxed(reinterpret_cast<const u64*>(leave))) >= s->step) {
-      whole = false;
-      atomicMin(&left, threadIdx.x);
-    }
-  }
-  const bool complete = __syncthreads_and(whole);
-  if (complete && d.count_loads) {
-    u64* loads = reinterpret_cast<u64*>(d.region(d.me) + d.loads);
-    for (u32 i = threadIdx.x; i < d.layers * d.experts; i += blockDim.x)
-      if (d.pending[i]) loads[i] += d.pending[i];
-  }
-  if (threadIdx.x) return;
-  // No wait of ours met it, so nobody has said so yet: a peer may be waiting for the exchange that was left open here.
-  if (!torn && !complete) {
-    if (left != kNobody) tear(d, kPhaseNone, 0, EPC_WHY_PEER_LEFT, left);
-    else tear(d, kPhaseNone, 0, EPC_WHY_ENGINE, d.me);
-  }
-  *complete_flag = complete;
-  d.record->info.complete = complete;
-  d.record->info.ended = 1;
-  volatile u64* counter = reinterpret_cast<volatile u64*>(complete ? &d.header->complete_steps : &d.header->torn_steps);
-  *counter = *counter + 1;
-  *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
-  if (complete) d.record->complete_step = s->step;
-  // A step without exchanges is no work: it only settles the last one.
-  bool exchanged = false;
-  for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) exchanged |= s->opened[c] != 0;
-  if (complete && d.agreed && exchanged) ++s->done;
-  s->torn = 1;  // until the next barrier
-  store_relaxed(&d.record->at, wall_ns());
-  fence_system();
-  store_relaxed(&d.record->ended, ++s->ended);
-}
-
-__global__ void tear_kernel(const __grid_constant__ Domain d) {
-  wait_for_previous_kernel();
-  if (load_relaxed(&d.state->torn) == 0) tear(d, kPhaseNone, 0, EPC_WHY_ENGINE, d.me);
-}
-
-// One block. The answer is about this launch: the thread's last error may be of somebody else's call.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_alone(void (*kernel)(Parameters...), u32 threads, cudaStream_t stream, Arguments&&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-}
-
 }  // namespace
 
-u64 barrier_scratch_bytes(u32 ranks) { return ranks * (sizeof(Seen) + ep::kCellViews * ranks * 4); }
+u64 barrier_scratch_bytes(u32 ranks) { return ranks * seen_bytes(ranks); }
 
-cudaError_t load_barrier() { return first_of({load(step_begin_kernel), load(step_end_kernel), load(tear_kernel)}); }
+cudaError_t load_barrier() { return load(step_begin_kernel); }
 
 cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream) {
-  return launch_alone(step_begin_kernel, kThreads, stream, d, tokens);
-}
-cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream) {
-  return launch_alone(step_end_kernel, 1024, stream, d, complete_flag);
-}
-cudaError_t launch_tear(const Domain& d, cudaStream_t stream) {
-  return launch_alone(tear_kernel, 1, stream, d);
+  return launch_block(step_begin_kernel, kBarrierThreads, stream, d, tokens);
 }
 
 }  // namespace epc

@@ -6,7 +6,6 @@ namespace epc {
 
 namespace {
 
-constexpr u32 kThreads = 256;
 constexpr u32 kDoneWord = 4 + 2 * ep::kCellViews;  // Cell::done
 static_assert(sizeof(ep::Cell) == 8 * (kDoneWord + 1), "cells are written word by word");
 
@@ -92,7 +91,7 @@ __device__ void read_cell(const Domain& d, u32 from, u64 step, Seen* out) {
 }
 
 __device__ void send_cells(const Domain& d, const Barrier& b) {
-  for (u32 r = threadIdx.x / 32; r < d.ranks; r += kThreads / 32) {
+  for (u32 r = threadIdx.x / 32; r < d.ranks; r += kBarrierThreads / 32) {
     if (r == d.me) continue;
     bool to = b.running.incarnation[r] != 0;
     for (u32 i = 0; i < b.mine_count; ++i) to |= b.mine[i].incarnation[r] != 0;
@@ -126,7 +125,7 @@ __device__ void look_for_later(const Domain& d, Barrier& b, u32 rank, const Seen
 // Reads the cells for this barrier, and with `look` what tells of a later one.
 __device__ void read_cells(const Domain& d, Barrier& b, bool look) {
   const Rules rules{d, b};
-  for (u32 r = threadIdx.x / 32; r < d.ranks; r += kThreads / 32) {
+  for (u32 r = threadIdx.x / 32; r < d.ranks; r += kBarrierThreads / 32) {
     Seen* seen = rules.seen(r);
     if (r == d.me) {
       if (threadIdx.x % 32 == 0) seen->valid = 0;

@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(Pull::kMaxThreads, Pull::kMinBlocks) combine_k
   for (u32 first = block; first < a.tokens || !waited; first += kBatch * stride) {
     const u32 n = first < a.tokens ? min(kBatch, (a.tokens - first + stride - 1) / stride) : 0;
     // Rows that are looked up at the peer wait for its flag; the others are listed while it is on its way.
-    if (waited || !lookup) list_owed(a, first, n, stride, owed, true);
+    if (waited || !lookup) list_owed(a, first, n, stride, owed);
     if (!waited) {
       if (!wait_ready(a, now)) return;
       if constexpr (Pull::kBulk) fence_bulk();
       waited = true;
-      if (lookup) list_owed(a, first, n, stride, owed, true);
+      if (lookup) list_owed(a, first, n, stride, owed);
     }
     __syncthreads();
     rows.pull(a, first, n, stride, part, owed);

@@ -101,7 +101,7 @@ int epc_context::open_exchanges() {
       ExpandArgs& e = expand[i][c];
       const u64 entries = u64(g.max_ranks) * x.at.source_rows * g.topk;
       const bool exact = from.layout == EP_LAYOUT_ARRIVAL && x.at.expanded_rows;
-      const u32 runs = from.layout == EP_LAYOUT_ARRIVAL ? 1 : g.slots;
+      const u32 runs = runs_of(domain, x);
       if (x.at.expanded_rows) {
         if (int bad = allocate(&e.relative, entries)) return bad;
         if (int bad = allocate(&e.totals, runs)) return bad;
@@ -155,7 +155,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = check_formats()) return bad;
   if (!driver()) return EP_EUSAGE;
   EPC_TRY(cudaSetDevice(int(config.device)));
-  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_expand(), load_overlap(), load_fused(), load_replicated()}));
+  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_step_end(), load_expand(), load_overlap(), load_fused(), load_replicated(), load_count_slots()}));
   if (int bad = open_memory(data_fd, header_fd)) return bad;
   int sm_count = 0;
   EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));

@@ -7,6 +7,9 @@ namespace epc {
 
 using ep::BarrierDecision;
 
+constexpr u32 kBarrierThreads = 256;
+constexpr u64 kNothing = ~0ull;
+
 // A consistent copy of a peer's cell, in scratch memory.
 struct Seen {
   u64 step, views, done;
@@ -43,7 +46,7 @@ struct Barrier {
   u32 doomed, who, adopted, status;
 };
 
-__device__ inline u64 seen_bytes(u32 ranks) { return sizeof(Seen) + ep::kCellViews * ranks * 4; }
+__host__ __device__ inline u64 seen_bytes(u32 ranks) { return sizeof(Seen) + ep::kCellViews * ranks * 4; }
 
 struct Rules {
   const Domain& d;
@@ -100,9 +103,9 @@ struct Rules {
     for (u32 r = 0; r < d.ranks; ++r)
       if (r != d.me && members[r] && dead(r, members[r])) b.doomed = 1, b.who = r;
   }
-  // Agreed completion: the least number of works complete on the members of `members` whose cells count; ~0: none does.
+  // Agreed completion: the least number of works complete on the members of `members` whose cells count; kNothing: none does.
   __device__ u64 least_done(const u32* members) const {
-    u64 least = ~0ull;
+    u64 least = kNothing;
     for (u32 r = 0; r < d.ranks; ++r)
       if (const Seen* c = r != d.me && members[r] ? cell(r, members[r]) : nullptr; c && c->views && c->done < least) least = c->done;
     return least;

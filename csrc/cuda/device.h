@@ -75,6 +75,8 @@ struct State {
   u64 done;                       // agreed completion: works complete here
   u64 written;                    // version of the last barrier cells
   u64 past_marks[kMaxRanks];      // leave marks that were for an earlier incarnation
+
+  __device__ bool has(u32 rank) const { return mask[rank / 32] >> (rank % 32) & 1; }
 };
 
 // What is staged, in device memory; an entry is valid when its epoch is not 0 and equals `check`.
@@ -128,9 +130,14 @@ struct Exchange {
   u32* route;  // own [cap][K] rank << 16 | slot, kNobody where nobody serves it
   float* route_weights;  // own [cap][K]
 
+  // Rows go into the expert kernel's layout: contiguous or masked.
+  __host__ __device__ bool expands() const { return layout == EP_LAYOUT_CONTIGUOUS || layout == EP_LAYOUT_MASKED; }
   // Most exchanges have a row per token: a division takes a tenth of a microsecond.
   __host__ __device__ u32 token_of(u32 row) const { return rows_per_token == 1 ? row : row / rows_per_token; }
 };
+
+// Runs in the expert kernel's layout: slots, or a single one for arrival order.
+__host__ __device__ inline u32 runs_of(const Domain& d, const Exchange& x) { return x.layout == EP_LAYOUT_ARRIVAL ? 1 : d.slots; }
 
 struct DispatchArgs {
   Domain domain;
@@ -187,8 +194,7 @@ struct CountArgs {
   Domain domain;
   Exchange exchange;
   u64 ticket;
-  struct HostCounts* out;
+  HostCounts* out;
 };
-
 
 }  // namespace epc

@@ -19,7 +19,7 @@ __device__ __forceinline__ bool receive_row(const DispatchArgs& a, const Now& no
     const u64 at = (u64(source) * x.at.source_rows + chunk) * k + item % k;
     auto tail_at = reinterpret_cast<const TaggedWord*>(own + x.gpu.tails) + at;
     TaggedWord tail{}, head{}, got{};
-    if (d.state->mask[source / 32] >> (source % 32) & 1) {
+    if (d.state->has(source)) {
       auto cell = reinterpret_cast<const TaggedWord*>(own + x.gpu.arrival) + u64(source) * x.gpu.chunks + chunk;
       ok = wait_for(d, cell, now.tag, source, kPhaseDispatch, x.index, &got, [&] {
         tail = load_relaxed(tail_at);
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool receive_chunk(const DispatchArgs& a, const Now& 
   u8* own = d.region(d.me);
   for (u32 r = threadIdx.x; r < d.ranks; r += blockDim.x) {
     t.bits[r] = 0;
-    if (chunk == 0 && !(d.state->mask[r / 32] >> (r % 32) & 1)) write_arrival(a, r, 0, 0, 0.f);
+    if (chunk == 0 && !d.state->has(r)) write_arrival(a, r, 0, 0, 0.f);
   }
   __syncthreads();
   bool ok = true;

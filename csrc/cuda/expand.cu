@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(512) reduce_fp8_kernel(const __grid_constant__
   const u32 lane = threadIdx.x % 32, pieces = (d.hidden + 511) / 512, warps = gridDim.x * (blockDim.x / 32);
   for (u32 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < d.ranks * x.cap * pieces; item += warps) {
     const u32 token = item / pieces, at = item % pieces * 512 + lane * 16, source = token / x.cap;
-    if (!(d.state->mask[source / 32] >> (source % 32) & 1)) continue;
+    if (!d.state->has(source)) continue;
     const TokenOutputs t = outputs_of(a, token);
     const u32 have = __ballot_sync(~0u, t.place >= 0);
     if (!have) continue;
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(512) quantise_kernel(const __grid_constant__ E
   if (now.torn) return;
   u8* own = d.region(d.me);
   const u32 lane = threadIdx.x % 32, k = d.topk, warps = gridDim.x * (blockDim.x / 32);
-  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED, per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
+  const bool expands = x.expands(), per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
   const bool exact = !expands && x.at.expanded_rows;
   for (u64 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < x.at.sources * x.at.source_rows; row += warps) {
     const int id = lane < k ? reinterpret_cast<const int*>(own + x.at.recv_ids)[row * k + lane] : -1;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
   for (u32 item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; item < d.ranks * x.cap * parts; item += warps) {
     const u32 token = item / parts, begin = item % parts * kReduceVectors;
     const u32 source = token / x.cap;
-    if (d.state->mask[source / 32] >> (source % 32) & 1) reduce_part<Element>(a, token, begin);
+    if (d.state->has(source)) reduce_part<Element>(a, token, begin);
   }
   let_next_kernel_start();
 }
@@ -299,12 +299,12 @@ __global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ Exp
 }  // namespace
 
 cudaError_t load_expand() {
-  return first_of({load(place_kernel), load(count_runs_kernel), load(place_share_kernel), load(copy_kernel), load(reduce_kernel<Fp32>), load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>),
-                   load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel), load_count_slots()});
+  return first_of({load(place_kernel), load(count_runs_kernel), load(place_share_kernel), load(copy_kernel), load(reduce_kernel<Fp32>),
+                   load(reduce_kernel<Fp16>), load(reduce_kernel<Bf16>), load(reduce_fp8_kernel), load(quantise_kernel), load(count_kernel)});
 }
 
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
-  const u32 runs = a.exchange.layout == EP_LAYOUT_ARRIVAL ? 1 : a.domain.slots;
+  const u32 runs = runs_of(a.domain, a.exchange);
   if (a.counted) {
     const Shape shape{kPlaceBlocks, kShareThreads, 0, a.early != 0};
     const cudaError_t bad = launch(count_runs_kernel, a, shape, stream);
@@ -316,7 +316,7 @@ cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
 cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
   cudaError_t bad = launch_place(a, grid, stream);
   if (bad != cudaSuccess) return bad;
-  return launch(copy_kernel, a, Shape{grid, 512, (a.domain.slots + 2) * 4, a.early != 0}, stream);
+  return launch(copy_kernel, a, Shape{grid, 512, run_offsets_bytes(a.domain, a.exchange), a.early != 0}, stream);
 }
 
 cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream) {

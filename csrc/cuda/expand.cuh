@@ -30,10 +30,8 @@ __device__ __forceinline__ u32 place_of(const u16* ids, u32 e) {
   return __reduce_add_sync(~0u, n);
 }
 
-// Runs of a kernel: slots, or a single one for arrival order.
-__device__ __forceinline__ u32 runs_of(const Domain& d, const Exchange& x) { return x.layout == EP_LAYOUT_ARRIVAL ? 1 : d.slots; }
-
-// Where each run begins, for every block anew: at most some hundred numbers.
+// Where each run begins, and the end of the last, for every block anew: at most some hundred numbers.
+inline u32 run_offsets_bytes(const Domain& d, const Exchange& x) { return (runs_of(d, x) + 1) * 4; }
 __device__ inline void run_offsets(const Domain& d, const Exchange& x, const int* counts, u32* offsets) {
   const u32 runs = runs_of(d, x);
   if (threadIdx.x < 32) {

@@ -24,8 +24,12 @@ static_assert(sizeof(SendShared::map) >= kFusedCells * 8, "the words of all chun
 // How the rows of all sources are numbered: `width` choices each, one where every copy has a row of its own.
 struct Table {
   u32 rows, width, entries;
-  __device__ __forceinline__ Table(const Domain& d, const Exchange& x)
+  __host__ __device__ __forceinline__ Table(const Domain& d, const Exchange& x)
       : rows(u32(x.at.source_rows)), width(x.rows_per_token > 1 ? 1 : d.topk), entries(d.ranks * rows * width) {}
+  // Bytes of the slots of all entries, in whole words of 16, as place_of reads them.
+  __host__ __device__ __forceinline__ u32 slot_bytes() const { return (entries + 7) / 8 * 16; }
+  // Rows of a chunk, at most.
+  __host__ __device__ __forceinline__ u32 per_chunk(const Exchange& x) const { return (rows + x.gpu.chunks - 1) / x.gpu.chunks; }
   // Which of a row's K choices entry `e` is.
   __device__ __forceinline__ u32 choice(const Domain& d, u32 e) const { return width == 1 ? e % rows % d.topk : e % width; }
 };
@@ -40,7 +44,7 @@ __device__ __forceinline__ bool await_all(const DispatchArgs& a, const Now& now,
     const u32 source = item / x.gpu.chunks, chunk = item % x.gpu.chunks;
     const bool speaks = blockIdx.x == 0 && chunk == 0;
     TaggedWord got{}, head{};
-    if (d.state->mask[source / 32] >> (source % 32) & 1) {
+    if (d.state->has(source)) {
       auto cell = reinterpret_cast<const TaggedWord*>(own + x.gpu.arrival) + item;
       ok = wait_for(d, cell, now.tag, source, kPhaseDispatch, x.index, &got, [&] {
         if (speaks) head = load_relaxed(head_of(a, source));
@@ -94,7 +98,7 @@ __device__ __forceinline__ void expand_chunk(const FusedArgs& p, const Table& t,
   const Exchange& x = a.exchange;
   u8* own = d.region(d.me);
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
-  const u32 chunks = x.gpu.chunks, per = (t.rows + chunks - 1) / chunks, n = d.ranks * per;
+  const u32 chunks = x.gpu.chunks, per = t.per_chunk(x), n = d.ranks * per;
   // kNobody: there is no such row.
   auto row_of = [&](u32 i) {
     const u32 source = i / per, r = (share + source * chunks / d.ranks) % chunks + i % per * chunks;
@@ -147,7 +151,7 @@ __global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(co
   const Table t(d, x);
   u64* bits = reinterpret_cast<u64*>(s.send.map);
   u16* ids = reinterpret_cast<u16*>(shared);
-  int* places = reinterpret_cast<int*>(shared + (t.entries + 7) / 8 * 16);
+  int* places = reinterpret_cast<int*>(shared + t.slot_bytes());
   if (!await_all(a, now, bits)) return spoil_rows(p.expand, worker(), workers());
   // A masked block has its place whatever the others have: only one thread block needs the counts.
   const bool contiguous = x.layout == EP_LAYOUT_CONTIGUOUS, counts = contiguous || blockIdx.x == 0;
@@ -194,7 +198,7 @@ __device__ __forceinline__ void list_sums(const FusedCombineArgs& p, u32 unit, S
   for (u32 i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
     const u32 source = (d.me + 1 + i / per) % d.ranks, token = source * x.cap + chunk + i % per * stride;
     const TokenOutputs t = outputs_of(p.expand, token);
-    const bool owed = t.place >= 0 && d.state->mask[source / 32] >> (source % 32) & 1;
+    const bool owed = t.place >= 0 && d.state->has(source);
     const u32 have = __ballot_sync(~0u, owed);
     if (!have) continue;
     u32 to = 0;
@@ -262,7 +266,7 @@ __device__ __forceinline__ bool pull_unit(const CombineArgs& a, const Now& now, 
   bool waited = false;
   for (u32 first = chunk; first < a.tokens || !waited; first += kBatch * stride) {
     const u32 n = first < a.tokens ? min(kBatch, (a.tokens - first + stride - 1) / stride) : 0;
-    list_owed(a, first, n, stride, owed, true);
+    list_owed(a, first, n, stride, owed);
     bool ok = true;
     if (!waited && threadIdx.x < now.members && now.peer != d.me) {
       u64 got;
@@ -300,11 +304,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_combine_kernel(const _
 }
 
 u32 dispatch_shared(const FusedArgs& p) {
-  const Domain& d = p.dispatch.domain;
   const Exchange& x = p.dispatch.exchange;
-  const u32 rows = u32(x.at.source_rows), width = x.rows_per_token > 1 ? 1 : d.topk;
-  const u32 per = (rows + x.gpu.chunks - 1) / x.gpu.chunks;
-  return (d.ranks * rows * width + 7) / 8 * 16 + d.ranks * per * width * 4;
+  const Table t(p.dispatch.domain, x);
+  return t.slot_bytes() + p.dispatch.domain.ranks * t.per_chunk(x) * t.width * 4;  // and the places of a chunk's entries
 }
 u32 combine_shared(const FusedCombineArgs& p) {
   const Exchange& x = p.combine.exchange;

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <initializer_list>
+#include <utility>
 
 #include "device.h"
 #include "gpu_layout.h"
@@ -30,6 +31,7 @@ cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t st
 cudaError_t load_dispatch();
 cudaError_t load_combine();
 cudaError_t load_barrier();
+cudaError_t load_step_end();
 cudaError_t load_expand();
 cudaError_t launch_tear(const Domain& d, cudaStream_t stream);
 u64 barrier_scratch_bytes(u32 ranks);
@@ -78,6 +80,16 @@ cudaError_t launch(void (*kernel)(const Args), const Args& args, const Shape& sh
   config.attrs = &attribute;
   config.numAttrs = shape.early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// One block. The answer is about this launch: the thread's last error may be of somebody else's call.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_block(void (*kernel)(Parameters...), u32 threads, cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 // Loads a kernel now: a first launch that loads code could wait for a kernel that waits for its peer.

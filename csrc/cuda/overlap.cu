@@ -108,7 +108,7 @@ __device__ __forceinline__ void reduce_chunks(const PullArgs& p, const Now& now)
     const u32 per = (x.cap - chunk + x.gpu.sum_chunks - 1) / x.gpu.sum_chunks;
     for (u32 item = threadIdx.x / 32; item < (d.ranks - 1) * per * parts; item += warps) {
       const u32 part = item % parts, i = item / parts % per, source = (d.me + 1 + item / parts / per) % d.ranks;
-      if (d.state->mask[source / 32] >> (source % 32) & 1)
+      if (d.state->has(source))
         reduce_part<Element>(p.expand, source * x.cap + chunk + i * x.gpu.sum_chunks, part * kReduceVectors);
     }
     __syncthreads();
@@ -129,7 +129,7 @@ __device__ __forceinline__ void pull_chunks(const PullArgs& p, const Now& now, u
   rows.attach(shared);
   for (u32 chunk = blockIdx.x; chunk < x.gpu.sum_chunks; chunk += p.pullers) {
     const u32 n = a.tokens > chunk ? (a.tokens - chunk + x.gpu.sum_chunks - 1) / x.gpu.sum_chunks : 0;
-    list_owed<true>(a, chunk, n, x.gpu.sum_chunks, owed, true);
+    list_owed<true>(a, chunk, n, x.gpu.sum_chunks, owed);
     bool ok = true;
     if (threadIdx.x < now.members && now.peer != d.me) {
       u64 got;

@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 output_row(const CombineArgs& a, u32 g, u32 token
   const bool per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
   const u64 source_row = (x.replicated ? 0 : u64(d.me) * x.at.source_rows) + u64(token) * x.rows_per_token + (x.rows_per_token > 1 ? k : 0);
   if (!x.at.expanded_rows) return u32(per_expert ? source_row * d.topk + k : source_row);
-  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED;
+  const bool expands = x.expands();
   if (expands && !per_expert) return u32(u64(d.me) * x.cap + token);
   const u32 at = load_relaxed(reinterpret_cast<const u32*>(d.region(g) + x.at.expanded_of) + source_row * d.topk + (expands ? k : 0));
   if (at >= x.at.expanded_rows) return kNobody;
@@ -40,12 +40,12 @@ __device__ __forceinline__ u32 own_place(const CombineArgs& a, u32 token, u32 k)
 // A warp per token. kOwnSingly: this rank's own outputs are not summed before, but listed one by one (by expert, sums per
 // rank).
 template <bool kOwnSingly = false>
-__device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n, u32 stride, Owed& owed, bool remote) {
+__device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n, u32 stride, Owed& owed) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   const u32 lane = threadIdx.x % 32, k = d.topk;
   const bool per_expert = x.reduce == EP_REDUCE_PER_EXPERT;
-  const bool expands = x.layout == EP_LAYOUT_CONTIGUOUS || x.layout == EP_LAYOUT_MASKED;
+  const bool expands = x.expands();
   // With copies per expert and sums in the expert's kernel every copy is a row of its own.
   const bool each = per_expert || (x.rows_per_token > 1 && !expands);
   const u64 y = expands && !per_expert ? x.at.y_reduced : x.at.y;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void list_owed(const CombineArgs& a, u32 first, u32 n
       else if (singles && d.me < rank) place += __popc(singles) - 1;
     }
     u32 row = kNobody;
-    if (owes && remote) row = single ? own_place(a, token, lane) : output_row(a, rank, token, lane);
+    if (owes) row = single ? own_place(a, token, lane) : output_row(a, rank, token, lane);
     const u32 total = __popc(__ballot_sync(~0u, owes));
     if (owes) {
       owed.row[i][place] = row == kNobody ? nullptr : d.region(rank) + (single ? x.at.y : y) + u64(row) * a.row_bytes;

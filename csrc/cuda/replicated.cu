@@ -54,7 +54,7 @@ __device__ __forceinline__ void await_tokens(const DispatchArgs& a, const Now& n
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   for (u32 r = threadIdx.x; r < d.ranks; r += blockDim.x)
-    if (!(d.state->mask[r / 32] >> (r % 32) & 1)) write_arrival(a, r, 0, 0, 0.f);
+    if (!d.state->has(r)) write_arrival(a, r, 0, 0, 0.f);
   if (threadIdx.x >= now.members) return;
   auto cell = reinterpret_cast<const TaggedWord*>(d.region(d.me) + x.gpu.arrival) + u64(now.peer) * x.gpu.chunks;
   TaggedWord got;
