@@ -14,7 +14,7 @@ from elasticep.control.background import Background
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.membership import Membership
 from elasticep.control.planning import PlanJob, Planned
-from elasticep.control.records import Endpoint, Loaded
+from elasticep.control.records import Endpoint, Loaded, check_room
 from elasticep.control.seats import Phase
 from elasticep.errors import ConfigError, UnknownGroup, UsageError
 from elasticep.group import GroupConfig
@@ -79,6 +79,11 @@ class Cluster:
             known = ", ".join(sorted(self.groups)) or "none"
             raise UnknownGroup(f"there is no group {group!r}; known are: {known}")
         return self.groups[group]
+
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        """Node -> how to reach its daemon."""
+        return {name: node.endpoint for name, node in self.nodes.items()}
 
     @property
     def heartbeat_ms(self) -> int:
@@ -240,7 +245,11 @@ class Cluster:
     # ---- groups
 
     def create_group(self, config: GroupConfig, now_ms: int) -> tuple[bool, Outcomes]:
-        """Create a group, or confirm that it exists with the same config (`GroupMismatch`)."""
+        """Create a group, or confirm that it exists with the same config (`GroupMismatch`).
+
+        Raises:
+            ConfigError: there are too many, or this one is too large for the store.
+        """
         existing = self.groups.get(config.name)
         if existing is not None:
             existing.config.require_same(config)
@@ -250,6 +259,7 @@ class Cluster:
                 f"group {config.name!r} is one too many; a controller has {MAX_GROUPS} "
                 "at most; serve it by others, on an etcd of their own"
             )
+        check_room(config)
         membership = self.groups[config.name] = Membership(config, now_ms)
         self.background[config.name] = Background(membership, None, now_ms)
         outcomes: Outcomes = []

@@ -191,14 +191,19 @@ def fence_message(group: str, fence: ev.Fence) -> controller_pb2.ControllerMessa
 
 
 def proposal_message(
-    propose: ev.Propose, endpoints: Mapping[str, Endpoint]
+    propose: ev.Propose, view: types_pb2.View, endpoints: Mapping[str, Endpoint]
 ) -> controller_pb2.ControllerMessage:
-    """The message of a proposal, with the endpoints of all members' nodes."""
-    view = propose.view
-    names = sorted({member.node for member in view.members})
+    """The message of a proposal, with the endpoints of all members' nodes.
+
+    Args:
+        propose: what a node is to be told.
+        view: the message of its view, which all nodes share: the tables are large.
+        endpoints: of all nodes.
+    """
+    names = sorted({member.node for member in propose.view.members})
     return controller_pb2.ControllerMessage(
         proposal=controller_pb2.Proposal(
-            view=view.to_proto(),
+            view=view,
             nodes=[endpoints[name].to_proto() for name in names if name in endpoints],
             stage_ranks=propose.ranks,
             leaving=[

@@ -28,19 +28,25 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from elasticep.control import events as ev
-from elasticep.control.placement import Placement
+from elasticep.control.placement import InvalidPlacement, Placement
 from elasticep.control.state import HISTORY_LENGTH, Saved
 from elasticep.control.store import Delete, KeyValue, Put
+from elasticep.control.store.base import MAX_VALUE_BYTES
 from elasticep.control.views import View
-from elasticep.errors import ElasticEPError
+from elasticep.errors import ConfigError, ElasticEPError
 from elasticep.group import GroupConfig
 from elasticep.policies import Policies
 from elasticep.proto import types_pb2
 
 PREFIX: Final = "/elasticep/v1/"
 LEADER: Final = f"{PREFIX}leader"
+# Of one group. A view with every one of so many slots in use takes 0.9 MB in the store, and the
+# loads of so many experts, whatever they are, 1.3 MB: each must fit into one value.
+MAX_SLOTS: Final = 1 << 19  # of all layers and ranks
+MAX_LOADS: Final = 1 << 18  # experts of all layers
 _HISTORY_KEPT: Final = 1_000  # epochs
 _MAX_VIEW_BYTES: Final = 256 << 20
+_BESIDE_BYTES: Final = 64 << 10  # what a view has beside its tables
 
 
 class StoreCorrupt(ElasticEPError):
@@ -92,6 +98,33 @@ def put_config(config: GroupConfig) -> Put:
     """Write a group's config."""
     content: bytes = config.to_proto().SerializeToString(deterministic=True)
     return Put(f"{PREFIX}groups/{config.name}/config", content)
+
+
+def check_room(config: GroupConfig) -> None:
+    """Raise `ConfigError` for a group whose views or loads the store could not take."""
+    geometry = config.geometry
+    experts = geometry.layers * geometry.experts
+    slots = geometry.layers * geometry.max_ranks * geometry.slots_per_rank
+    for what, count, most, lower in (
+        ("slots, layers x max_ranks x slots_per_rank", slots, MAX_SLOTS, "the last two"),
+        ("experts, layers x experts", experts, MAX_LOADS, "one of them"),
+    ):
+        if count > most:
+            raise ConfigError(
+                f"group {config.name!r} has {count} {what}; the store has room for {most} of a "
+                f"group: lower {lower}"
+            )
+
+
+def check_import(placement: Placement) -> None:
+    """Raise `InvalidPlacement` for one that the store could not take, as asked for or as a view."""
+    tables = zlib.compress(b"".join(placement.to_tables()), level=1)
+    size = max(len(tables), len(base64.b64encode(placement.to_bytes())))
+    if size > MAX_VALUE_BYTES - _BESIDE_BYTES:
+        raise InvalidPlacement(
+            f"the plan takes {size} bytes in the store, which takes {MAX_VALUE_BYTES}; fill fewer "
+            "slots, or let copies of an expert share evenly"
+        )
 
 
 def view_bytes(view: View) -> bytes:

@@ -30,6 +30,7 @@ from elasticep.control.views import View
 from elasticep.control.writes import Commit, Writes, durable
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.group import GroupConfig
+from elasticep.proto import types_pb2
 from elasticep.proto.controller_pb2 import ControllerHeartbeat, ControllerMessage
 
 TICK_S: Final = 0.05
@@ -290,13 +291,16 @@ class Term:
                 self._fault.set_exception(error)
 
     def _send(self, group: str, sends: Iterable[ev.Send]) -> None:
+        told: dict[int, types_pb2.View] = {}  # epoch -> its message, made once for all nodes
         for send in sends:
             session = self._sessions.get(send.node)
             if session is None:
                 continue  # it will say hello and hear it then
             if isinstance(send, ev.Propose):
-                endpoints = {name: node.endpoint for name, node in self.cluster.nodes.items()}
-                message = messages.proposal_message(send, endpoints)
+                epoch = send.view.epoch
+                if epoch not in told:
+                    told[epoch] = send.view.to_proto()
+                message = messages.proposal_message(send, told[epoch], self.cluster.endpoints)
             elif isinstance(send, ev.Grant):
                 membership = self.cluster.membership(group)
                 message = messages.grant_message(membership.config, send, membership.policies)

@@ -1,12 +1,16 @@
 """Views of a real controller with fake nodes over gRPC, on the memory store and on a real etcd."""
 
+import pytest
+
+from elasticep.control.views import View
 from elasticep.group import Timeouts
-from elasticep.proto import controller_pb2
+from elasticep.proto import controller_pb2, types_pb2
 from elasticep.testing.controllers import (
     Bench,
     Run,
     adopted,
     cluster,
+    create,
     formed,
     group_config,
     orders,
@@ -181,3 +185,31 @@ def waits(nodes: FakeNodes, rank: int, target: int, waited_ms: int) -> None:
         progress=1_000,
     )
     nodes.of(rank).send(controller_pb2.NodeMessage(wait=report))
+
+
+def test_a_views_tables_are_written_out_once_however_many_nodes_are_told(
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    to_proto = View.to_proto
+
+    def counted(view: View, *, with_placement: bool = True) -> types_pb2.View:
+        written.extend([view.epoch] * with_placement)
+        return to_proto(view, with_placement=with_placement)
+
+    async def scenario(bench: Bench) -> None:
+        leader = await bench.leader()
+        await create(leader.address, group_config(flap_limit=0))
+        one_each = {f"n{rank}": [rank] for rank in range(4)}
+        async with FakeNodes([leader.address], one_each, "g") as nodes:
+            await nodes.until(lambda: nodes.epoch == 1)
+            await nodes.meet()
+            await until(lambda: adopted(leader) == 1, "epoch 1 is adopted")
+            monkeypatch.setattr(View, "to_proto", counted)
+            nodes.of(3).attach = False
+            nodes.of(3).kill(3)
+            told = [nodes.of(rank).views for rank in range(3)]
+            await nodes.until(lambda: all(2 in views for views in told))
+        assert written == [2, 2], "for the store, and for all nodes"
+
+    run_memory(scenario)
