@@ -10,6 +10,7 @@ from elasticep.control.background import Ask, Background, Pause, Resume
 from elasticep.control.placement import EMPTY, InvalidPlacement, Placement, PlanPolicy
 from elasticep.control.planfile import import_json
 from elasticep.control.planning import PlanJob, Planned
+from elasticep.control.records import check_import
 from elasticep.control.status import rebalance_status
 from elasticep.control.term import Term
 from elasticep.control.views import View
@@ -90,7 +91,7 @@ def read_plan(text: str, config: GroupConfig, view: View) -> Placement:
     """A placement for a view's members from JSON in any form.
 
     Raises:
-        InvalidPlacement, ExpertsLost: it is none, or breaks a rule.
+        InvalidPlacement, ExpertsLost: it is none, breaks a rule, or is too large for the store.
     """
     geometry = config.geometry
     found = import_json(text, geometry.experts, len(view.ranks), geometry.layers)
@@ -108,6 +109,7 @@ def read_plan(text: str, config: GroupConfig, view: View) -> Placement:
         weight[:, ranks, : found.slots_per_rank] = found.slot_weight
         found = Placement(experts=geometry.experts, slot_expert=expert, slot_weight=weight)
     found.validate(geometry, view.ranks)
+    check_import(found)
     return found
 
 

@@ -23,7 +23,7 @@ from elasticep.errors import NotLeader, Unavailable
 
 _WRITE_S: Final = 1.0  # one attempt of a transaction
 _PAUSE_S: Final = 0.05  # between attempts while the store does not answer
-_OPERATIONS: Final = 100  # of one transaction
+OPERATIONS: Final = 100  # of one transaction
 _MOST_QUEUED: Final = 10_000
 
 
@@ -123,9 +123,9 @@ class Writes:
         """Write all, the view last; what is too much for one transaction goes in several."""
         last = [op for op in commit.operations if commit.view and _of_view(commit, op)]
         first = [op for op in commit.operations if op not in last]
-        while len(first) + len(last) > _OPERATIONS:
-            await self._transact(commit, first[:_OPERATIONS], None)
-            first = first[_OPERATIONS:]
+        while len(first) + len(last) > OPERATIONS:
+            await self._transact(commit, first[:OPERATIONS], None)
+            first = first[OPERATIONS:]
         if first or last:
             await self._transact(commit, [*first, *last], commit.view)
 

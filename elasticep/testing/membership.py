@@ -15,6 +15,7 @@ from elasticep.control.events import Fence, Grant, Outcome, Propose, SeatReport,
 from elasticep.control.membership import Membership, Saved
 from elasticep.control.store.base import check_operations
 from elasticep.control.views import View
+from elasticep.control.writes import OPERATIONS
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig
 from elasticep.policies import Policies
@@ -112,7 +113,9 @@ class World:
         self._send(out.now)
         at = records.Moment(self.now_ms, self.now_ms)
         name = self.config.name
-        check_operations([op for write in out.writes for op in records.operations(name, write, at)])
+        written = [op for write in out.writes for op in records.operations(name, write, at)]
+        for first in range(0, len(written), OPERATIONS):
+            check_operations(written[first : first + OPERATIONS])
         for write in out.writes:
             if isinstance(write, ev.SaveView):
                 self.saved_view = write.view

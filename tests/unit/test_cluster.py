@@ -1,15 +1,21 @@
 """What a leader knows of nodes and groups: who is heard of, and what is bounded."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from elasticep.control import cluster as cluster_module
 from elasticep.control import events as ev
+from elasticep.control import records
 from elasticep.control.cluster import FORGET_MS, TAKEOVER_GRACE_MS, Cluster
 from elasticep.control.events import SeatReport, SeatState
+from elasticep.control.placement import InvalidPlacement, Placement
 from elasticep.control.records import Endpoint, Loaded
 from elasticep.control.seats import Phase
 from elasticep.control.status import cluster_status
 from elasticep.errors import ConfigError, GroupMismatch, UnknownGroup, UsageError
+from elasticep.geometry import GroupGeometry
 from elasticep.group import Timeouts
 from elasticep.runtime.limits import Limits
 from elasticep.testing.membership import group_config
@@ -153,6 +159,47 @@ def test_reports_for_groups_that_are_not_made_yet_are_kept() -> None:
     assert created
     grants = [s for _, o in outcomes for s in o.after if isinstance(s, ev.Grant)]
     assert [grant.rank for grant in grants] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ({"layers": 64, "experts": 64, "slots_per_rank": 64, "max_ranks": 128}, ""),
+        (
+            {"layers": 65, "experts": 64, "slots_per_rank": 64, "max_ranks": 128},
+            "group 'g' has 532480 slots.*room for 524288 of a group: lower the last two",
+        ),
+        (
+            {"layers": 4_096, "experts": 65, "slots_per_rank": 65, "max_ranks": 1},
+            "group 'g' has 266240 experts.*room for 262144",
+        ),
+    ],
+)
+def test_a_group_that_the_store_has_no_room_for_is_not_made(
+    sizes: dict[str, int], refused: str
+) -> None:
+    cluster = Cluster(Loaded(), 1_000)
+    config = replace(
+        group_config(),
+        geometry=GroupGeometry(topk=2, hidden=64, **sizes),
+        initial_ranks=1,
+        spare_copies=0,
+    )
+    if not refused:
+        assert cluster.create_group(config, 1_000)[0]
+        return
+    with pytest.raises(ConfigError, match=refused):
+        cluster.create_group(config, 1_000)
+    assert not cluster.groups
+
+
+def test_an_imported_plan_that_the_store_has_no_room_for_is_refused() -> None:
+    shape = (64, 128, 64)
+    expert = np.tile(np.arange(64, dtype=np.int32), (64, 128, 1))
+    weight = np.random.default_rng(0).integers(0, 1 << 16, shape).astype(np.uint32)
+    records.check_import(Placement(experts=64, slot_expert=expert, slot_weight=weight & 1))
+    with pytest.raises(InvalidPlacement, match="bytes in the store, which takes 1400000; fill"):
+        records.check_import(Placement(experts=64, slot_expert=expert, slot_weight=weight))
 
 
 def test_groups_are_made_once_and_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
