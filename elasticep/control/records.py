@@ -14,13 +14,16 @@
 
 One leader serves all groups, because a node has one session for all of them. Only the leader key
 has a lease: incarnations and endpoints must outlive every process that wrote them.
+
+Controllers are upgraded one by one, so one may read what a later version wrote: fields that it does
+not know are passed over.
 """
 
 import base64
 import json
 import zlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +50,11 @@ MAX_LOADS: Final = 1 << 18  # experts of all layers
 _HISTORY_KEPT: Final = 1_000  # epochs
 _MAX_VIEW_BYTES: Final = 256 << 20
 _BESIDE_BYTES: Final = 64 << 10  # what a view has beside its tables
+# What reading anything may raise, JSON of another form than expected included.
+_UNREADABLE: Final = (
+    *(ValueError, TypeError, KeyError, AttributeError),
+    *(DecodeError, zlib.error, ElasticEPError),
+)
 
 
 class StoreCorrupt(ElasticEPError):
@@ -234,7 +242,7 @@ def _saved(config: GroupConfig, keys: dict[str, KeyValue], at: Moment) -> Saved:
 def _read(item: KeyValue, parse: Any) -> Any:
     try:
         return parse(item.value)
-    except (ValueError, TypeError, KeyError, DecodeError, zlib.error, ElasticEPError) as error:
+    except _UNREADABLE as error:
         raise StoreCorrupt(
             f"{item.key} cannot be read ({type(error).__name__}: {error}); restore it from a "
             "backup of the store, or delete it to give that state up"
@@ -265,8 +273,18 @@ def _loads(config: GroupConfig, value: bytes) -> NDArray[np.int64]:
     return tokens
 
 
+def _known(plain: dict[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `like` has, too, and of those that are tables the same."""
+    return {
+        name: _known(value, like[name]) if isinstance(like[name], dict) else value
+        for name, value in plain.items()
+        if name in like
+    }
+
+
 def _policies(config: GroupConfig, value: bytes) -> Policies:
-    policies = Policies.from_dict(json.loads(value), config)
+    known = _known(json.loads(value), Policies.of(config).to_dict())
+    policies = Policies.from_dict(known, config)
     policies.apply(config)
     return policies
 
@@ -281,7 +299,8 @@ def _seat(value: bytes, at: Moment) -> ev.SaveSeat:
     plain = json.loads(value)
     # Whatever the clocks of other hosts say, nothing ended in the future.
     ended = [min(at.now_ms, at.now_ms - at.unix_ms + t) for t in plain.pop("ended_unix_ms", ())]
-    return ev.SaveSeat(**plain, ended_ms=tuple(ended))
+    known = {f.name for f in fields(ev.SaveSeat)}
+    return ev.SaveSeat(**_known(plain, dict.fromkeys(known)), ended_ms=tuple(ended))
 
 
 def _rebalance(value: bytes) -> ev.SaveRebalance:

@@ -203,6 +203,23 @@ def test_policies_are_stored_and_what_cannot_be_is_named() -> None:
     first = KeyValue(config.key, config.value, 1, 1)
     item = stored(ev.SavePolicies(policies), at)
     assert records.load([first, item], at).groups["g"][1].policies == policies
-    broken = KeyValue(item.key, item.value.replace(b'"serve"', b'"sever"'), 1, 1)
-    with pytest.raises(records.StoreCorrupt, match="groups/g/policies cannot be read"):
-        records.load([first, broken], at)
+    broken = item.value.replace(b'"serve"', b'"sever"')
+    for content in (broken, b"[1]", b'"serve"', b"\xff"):
+        with pytest.raises(records.StoreCorrupt, match="groups/g/policies cannot be read"):
+            records.load([first, KeyValue(item.key, content, 1, 1)], at)
+
+
+def test_what_a_later_version_wrote_beside_is_left_alone() -> None:
+    """Controllers are upgraded one by one; one that is not yet may lead after one that is."""
+    config, at = records.put_config(group_config()), Moment(1, 2)
+    policies = replace(Policies.of(group_config()), flap_limit=7)
+    seat = ev.SaveSeat(0, 3, "a", "active", 5, "", "", (1,))
+    paused = ev.SaveRebalance("audit", "", b"", held=True)
+    items = [KeyValue(config.key, config.value, 1, 1)]
+    for write in (ev.SavePolicies(policies), seat, paused):
+        item = stored(write, at)
+        later = item.value.replace(b"{", b'{"news":{"of":2},', 1)
+        later = later.replace(b'"rebalance":{', b'"rebalance":{"news":1,')
+        items.append(KeyValue(item.key, later, 1, 1))
+    saved = records.load(items, at).groups["g"][1]
+    assert (saved.policies, saved.seats, saved.rebalance) == (policies, (seat,), paused)
