@@ -27,22 +27,33 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
         CheckpointError: there is none, it is not safetensors, or experts in it are incomplete.
     """
     where = Path(path)
-    if where.is_dir():
-        folder, listed = where, _in_folder(where)
-    elif where.is_file():
-        folder, listed = where.parent, where
-    else:
-        raise CheckpointError(
-            f"there is no checkpoint {str(path)!r}; give a Hugging Face folder or a .safetensors "
-            "file"
-        )
+    listed = listing_of(where)
     if listed.suffix == ".json":
         files = _read_index(listed)
-    elif listed.suffix == ".safetensors":
-        files = dict.fromkeys(TensorFile(listed).names, listed.name)
     else:
-        raise CheckpointError(f"{listed} is no .safetensors file; no other format is read")
-    return Checkpoint(where, folder, files)
+        files = dict.fromkeys(TensorFile(listed).names, listed.name)
+    return Checkpoint(where, listed.parent, files)
+
+
+def listing_of(where: Path) -> Path:
+    """The file that says what tensors a checkpoint has: an index, or a single safetensors file.
+
+    Args:
+        where: a folder, or that file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if where.is_dir():
+        return _in_folder(where)
+    if not where.is_file():
+        raise CheckpointError(
+            f"there is no checkpoint {str(where)!r}; give a Hugging Face folder or a .safetensors "
+            "file"
+        )
+    if where.suffix not in (".json", ".safetensors"):
+        raise CheckpointError(f"{where} is no .safetensors file; no other format is read")
+    return where
 
 
 class Checkpoint:

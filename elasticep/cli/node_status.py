@@ -66,6 +66,10 @@ def as_dict(answer: "GetStatusResponse") -> dict[str, Any]:
             for seat in answer.seats
         ],
         "arenas": [_arena_dict(arena) for arena in answer.arenas],
+        "checkpoints": [
+            {"group": found.group, "path": found.path, "problem": found.problem}
+            for found in answer.checkpoints
+        ],
     }
 
 
@@ -89,6 +93,7 @@ def _arena_dict(arena: "ArenaStatus") -> dict[str, Any]:
 
 def _print(answer: "GetStatusResponse") -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -120,6 +125,13 @@ def _print(answer: "GetStatusResponse") -> None:
     if answer.arenas:
         console.print(arenas)
         console.print(f"mover: {f'process {answer.mover_pid}' if answer.mover_pid else 'none'}")
+    for found in answer.checkpoints:
+        if found.problem:
+            console.print(
+                f"[yellow]group {found.group} cannot be loaded from its checkpoint:[/] "
+                f"{escape(found.problem)}",
+                soft_wrap=True,
+            )
 
 
 def _doing(arena: "ArenaStatus") -> str:

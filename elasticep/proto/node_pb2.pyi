@@ -271,6 +271,7 @@ class GetStatusResponse(_message.Message):
     SEATS_FIELD_NUMBER: _builtins.int
     ARENAS_FIELD_NUMBER: _builtins.int
     MOVER_PID_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     domain: _builtins.str
     controller_connected: _builtins.bool
@@ -280,6 +281,8 @@ class GetStatusResponse(_message.Message):
     def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeatStatus]: ...
     @_builtins.property
     def arenas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArenaStatus]: ...
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointStatus]: ...
     def __init__(
         self,
         *,
@@ -289,14 +292,43 @@ class GetStatusResponse(_message.Message):
         seats: _abc.Iterable[Global___SeatStatus] | None = ...,
         arenas: _abc.Iterable[Global___ArenaStatus] | None = ...,
         mover_pid: _builtins.int = ...,
+        checkpoints: _abc.Iterable[Global___CheckpointStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "controller_connected", b"controller_connected", "domain", b"domain", "mover_pid", b"mover_pid", "node", b"node", "seats", b"seats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "checkpoints", b"checkpoints", "controller_connected", b"controller_connected", "domain", b"domain", "mover_pid", b"mover_pid", "node", b"node", "seats", b"seats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointStatus(_message.Message):
+    """Where a group's expert weights would be loaded from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    path: _builtins.str
+    problem: _builtins.str
+    """why nothing can be read there now; empty: something can"""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        path: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "path", b"path", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointStatus: _TypeAlias = CheckpointStatus  # noqa: Y015
 
 @_typing.final
 class FindExpertsRequest(_message.Message):

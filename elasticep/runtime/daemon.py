@@ -41,6 +41,7 @@ from elasticep.runtime.systemd import Notifier, take_stored_fds
 from elasticep.runtime.tickets import TicketOffice
 from elasticep.runtime.transport.server import FdServer
 from elasticep.runtime.weights.driver import MoverDriver
+from elasticep.runtime.weights.look import CheckpointWatch
 from elasticep.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Daemon:
             mover=MoverDriver(config, self._limits, log, metrics.weights),
         )
         self._registry = Registry(self._node)
+        self._checkpoints = CheckpointWatch(config, log)
         self._groups_changed = Signal()
         self._poller = Poller(self._node, self._registry)
         self._locks = Locks(self._node, self._registry)
@@ -164,12 +166,15 @@ class Daemon:
         self._node.fd_store = FdStore(self._notifier, take_stored_fds(os.environ))
         self._locks.start()
         kept = self._restore()
+        await self._checkpoints.start(refuse=not kept)  # engines may need a daemon more than it
         self._fd_server.start()
         if kept:
             await self._await_runners()
         for name in self._node.fd_store.close_rest():
             self._log.warning("memory.unclaimed", name=name)
-        service = NodeService(self._node, self._registry, self._session, self._groups_changed)
+        service = NodeService(
+            self._node, self._registry, self._session, self._groups_changed, self._checkpoints
+        )
         self._grpc, self._orders.grpc_address = await start_server(
             service, config.grpc_socket, config.listen, config.tls, self._log
         )
@@ -182,6 +187,7 @@ class Daemon:
             if group.weights is not None:
                 group.weights.resume()
         self._background("poller", self._poller.run)
+        self._background("checkpoints", self._checkpoints.run)
         if config.load_interval_ms:
             self._background("loads", self._loads.run)
         if self._notifier.watchdog_s:

@@ -36,6 +36,7 @@ from elasticep.runtime.liveness.waits import describe
 from elasticep.runtime.node import Node, Signal
 from elasticep.runtime.session import Session
 from elasticep.runtime.waiting import TELL_S, waits_for
+from elasticep.runtime.weights.look import CheckpointWatch
 from elasticep.runtime.weights.serve import CHUNK_READ_S, WeightsService
 
 _LAUNCH: Final = {
@@ -55,15 +56,22 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         registry: its groups.
         session: its stream to the controller.
         groups_changed: notified when a group has come.
+        checkpoints: whether they can be read.
     """
 
     def __init__(
-        self, node: Node, registry: Registry, session: Session, groups_changed: Signal
+        self,
+        node: Node,
+        registry: Registry,
+        session: Session,
+        groups_changed: Signal,
+        checkpoints: CheckpointWatch,
     ) -> None:
         self._node = node
         self._registry = registry
         self._session = session
         self._groups_changed = groups_changed
+        self._checkpoints = checkpoints
         self._weights = WeightsService(node.config.node, registry)
 
     async def Attach(  # noqa: N802
@@ -327,6 +335,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             if known_group.weights is not None:
                 answer.arenas.extend(known_group.weights.status())
         answer.mover_pid = self._node.mover.pid
+        for name, path, problem in self._checkpoints.told():
+            answer.checkpoints.add(group=name, path=path, problem=problem)
         known = self._registry.groups
         for group, ranks in self._registry.offered.items():
             for rank in ranks if group not in known else ():

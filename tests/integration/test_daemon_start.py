@@ -61,6 +61,39 @@ def test_failed_starts_are_one_line_and_leave_nothing() -> None:
         assert first.status().node == "n0"
 
 
+def test_a_checkpoint_that_cannot_be_one_is_told_before_anything_is_loaded() -> None:
+    with Lab() as lab:
+        code = lab.folder / "code.log"
+        code.mkdir()
+        (code / "readme.log").touch()
+        bad = lab.daemon("n0", "g:0", "--checkpoint", f"g={code}", start=False).start(wait=False)
+        line = failed(bad)
+        assert line.startswith("error: CONFIG_INVALID: daemon.checkpoint of group g: ")
+        assert f"{code} has no model.safetensors.index.json" in line
+        assert "elasticep checkpoint" in line
+        assert not bad.folder.is_dir()
+        # One that may be mounted later is waited for, in log and status.
+        daemon = lab.daemon("n1", "g:0", "--checkpoint", f"g={code}/later,h={code}")
+        (event,) = daemon.events("checkpoint.away")
+        assert (event["path"], event["groups"]) == (f"{code}/later", ["g"])
+        assert [event["group"] for event in daemon.events("checkpoint.unused")] == ["h"]
+        (told,) = daemon.status().checkpoints
+        assert (told.group, told.path) == ("g", f"{code}/later")
+        assert "mount the checkpoint there" in told.problem
+        # A daemon that others' engines wait for starts all the same.
+        lab.create(small_config())
+        lab.engine(daemon, "g", 0).up()
+        lab.attached(0)
+        daemon.kill()
+        (code / "later").mkdir()
+        (code / "later" / "notes.log").touch()
+        daemon.start()
+        event = daemon.events("checkpoint.away")[-1]
+        assert event["level"] == "error"
+        assert event["why"] == daemon.status().checkpoints[0].problem
+        assert daemon.seat("g", 0).seat.incarnation == 1
+
+
 def refused(daemon: DaemonProcess, group: str, rank: int, wait_ms: int) -> tuple[str, str]:
     """The word and the sentence of an attach that fails, long before the time it may take."""
     began = time.monotonic()

@@ -39,6 +39,10 @@ ANSWER = node_pb2.GetStatusResponse(
             done_bytes=2_000_000, total_bytes=2_000_000,
         ),
     ],
+    checkpoints=[
+        node_pb2.CheckpointStatus(group="decode", path="/m", problem="there is no /m; [mount it]"),
+        node_pb2.CheckpointStatus(group="other", path="/n"),
+    ],
 )  # fmt: skip
 
 
@@ -74,6 +78,8 @@ def test_seats_arenas_and_backups_are_shown(socket: str) -> None:
     assert "decode/4 5.0 8 8 0 to GPU for epoch 6: 0.5 of 3.0 MB" in lines
     assert "decode/backup 3.0 4 4 0 holds 2.0 of 2.0 MB" in lines
     assert "mover: process 77" in text
+    told = "group decode cannot be loaded from its checkpoint: there is no /m; [mount it]"
+    assert [line for line in lines if "checkpoint" in line] == [told]
 
 
 def test_a_daemon_that_is_not_there_is_named() -> None:
