@@ -172,8 +172,7 @@ class CudaSession(Session):
     def _begin(self, step: Step) -> None:
         assert isinstance(step, CudaStep)
         self._check_usable()
-        if self._step is not None:
-            raise UsageError("a step is open already; leave its `with` block first")
+        self._check_none_open()
         for exchange in self._kinds:
             exchange._operators.forget()
         step.captured = torch.cuda.is_current_stream_capturing()

@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 
 from elasticep.client.arguments import whole
 from elasticep.client.handle import SessionHandle
-from elasticep.client.step import LONGEST_S, Passed, Step
+from elasticep.client.step import LONGEST_S, Passed, Step, give_up_after
+from elasticep.client.step_owner import StepOwner
 from elasticep.client.view import EMPTY, View, read_view
 from elasticep.client.weights import LoadWeights, SlotWeights
 from elasticep.client.works import settled_works
 from elasticep.errors import (
     CapExceeded,
-    ElasticEPError,
     ExpertsLost,
     PlacementError,
     SpecError,
-    StepTorn,
     UsageError,
 )
 from elasticep.group import Completion, GroupConfig
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
     from elasticep.client.arena import OpenArena
     from elasticep.client.auto import AnyExchange
-    from elasticep.client.exchange import Exchange
 
 __all__ = ["Session", "Step"]
 
@@ -48,7 +46,7 @@ _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
 
 
-class Session:
+class Session(StepOwner):
     """A rank of a group, held by this process. `elasticep.attach` makes one.
 
     Attributes:
@@ -67,18 +65,16 @@ class Session:
         release: Callable[[], None] = lambda: None,
         open_arena: "OpenArena | None" = None,
     ) -> None:
+        super().__init__(handle)
         self.config = config
         self.rank = rank
         self.incarnation = incarnation
-        self._handle = handle
         self._release = release
         self._pid = os.getpid()
         self._closed = False
-        self._step: Step | None = None
         self._view: View | None = None
         self._weights = SlotWeights(config, open_arena)
         self._exchanges: dict[str, AnyExchange] = {}
-        self._kinds: list[Exchange] = []  # the same, and an AutoExchange's two
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of group {self.config.name!r}, incarnation {self.incarnation}>"
@@ -97,7 +93,8 @@ class Session:
         Entering it raises:
             StepTimeout: the barrier did not end in time. Enter a new step to go on waiting at it.
             Fenced: this rank was expelled.
-            UsageError: a step is open already, or the session is detached or another process's.
+            UsageError: a step is open already, which is torn by this; or the session is detached
+                or another process's.
 
         Raises:
             CapExceeded: more tokens than the group's largest exchange takes.
@@ -198,8 +195,7 @@ class Session:
 
     def _begin(self, step: Step) -> None:
         self._check_usable()
-        if self._step is not None:
-            raise UsageError("a step is open already; leave its `with` block first")
+        self._check_none_open()
         info = self._handle.step_begin(step._announced, step._timeout_ms)
         if self._view is None or self._view.epoch != info.epoch:
             self._view = read_view(self._handle, self.config.geometry, info)
@@ -210,37 +206,6 @@ class Session:
             info.step, info.epoch, prompt, info.work, info.settled, self._view.members
         )
         self._step = step
-
-    def _end(self, step: Step, error: BaseException | None) -> bool:
-        self._step = None
-        typed = error
-        for exchange in self._kinds:
-            typed = exchange._operators.after(step, typed)
-        if isinstance(typed, StepTorn):
-            self._handle.step_end()
-            return True
-        if typed is not None:
-            self._tear(step, typed)
-            if typed is not error:
-                raise typed from error
-            return False
-        if step._open_exchanges:
-            wrong = UsageError(
-                "a step ended with a dispatch that no combine followed; every exchange is "
-                "dispatch, then combine. The step was torn for all ranks"
-            )
-            self._tear(step, wrong)
-            raise wrong
-        step._complete = self._handle.step_end()
-        return False
-
-    def _tear(self, step: Step, error: BaseException) -> None:
-        # The engine's own error is the one to report; what tearing runs into comes as a note.
-        try:
-            self._handle.step_tear()
-            self._handle.step_end()
-        except ElasticEPError as second:
-            error.add_note(f"step {step.number} could not be torn in order: {second}")
 
     def _experts_lost(self, error: PlacementError) -> PlacementError:
         lost = self.view.lost(self.config.geometry.experts)
@@ -395,14 +360,14 @@ class Session:
         if self._step is not None:
             raise UsageError("detach inside a step; leave its `with` block first")
         self._closed = True
-        for exchange in self._kinds:
-            exchange._operators.close()
-        self._kinds.clear()
-        self._exchanges.clear()
-        self._weights.close()
         try:
+            for exchange in self._kinds:
+                exchange._operators.close()
+            self._kinds.clear()
+            self._exchanges.clear()
+            self._weights.close()
             self._release()
-        finally:
+        finally:  # also after a signal's handler: who has the seat would have it for good
             self._handle.close()
 
     def __enter__(self) -> Self:
@@ -414,6 +379,8 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._step is not None and os.getpid() == self._pid:
+            give_up_after(error, self._give_up)  # its block has not ended it, and will not
         self.detach()
 
     def _check_usable(self) -> None:

@@ -1,5 +1,6 @@
 """One pass through the step barrier and what it found out. `Session.step` makes them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -128,11 +129,7 @@ class Step:
             raise
         except BaseException as error:
             # A signal's, perhaps when the barrier was passed already: no block would end the step.
-            self._session._step = None
-            try:
-                self._session._handle.step_cancel()
-            except ElasticEPError as second:
-                error.add_note(f"the step barrier could not be given up in order: {second}")
+            give_up_after(error, self._session._give_up)
             raise
         return self
 
@@ -155,3 +152,12 @@ class Step:
         """An exchange of so many tokens that needed no lost expert."""
         if tokens and tokens not in self._lost:
             self._lost[tokens] = np.zeros(tokens, np.uint8)
+
+
+def give_up_after(error: BaseException | None, give_up: Callable[[], None]) -> None:
+    """Give a step up after an error, which is the one to report."""
+    try:
+        give_up()
+    except ElasticEPError as second:
+        if error is not None:
+            error.add_note(f"the step could not be given up in order: {second}")

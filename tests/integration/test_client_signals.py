@@ -3,6 +3,7 @@ goes on as if nothing had been, or is given up in order."""
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -14,8 +15,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from elasticep.client.compiled import Operators
+from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
-from elasticep.errors import Fenced, NativeError, StepTimeout
+from elasticep.client.step import Step
+from elasticep.errors import Fenced, NativeError, StepTimeout, UsageError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
 from elasticep.native import abi
@@ -258,6 +262,94 @@ def test_a_step_does_not_count_whose_combine_was_given_up(pair: Pair) -> None:
             until(lambda: bool(results), "the peer has all it waits for")
         assert not step.complete
     pair.both_step()
+
+
+@contextmanager
+def interrupted_at(place: Callable[..., Any]) -> Iterator[None]:
+    """What a handler raises, raised before the first instruction of a function, once."""
+    code = place.__code__
+
+    def trace(frame: Any, event: str, _: Any) -> None:
+        if frame.f_code is code:
+            sys.settrace(None)
+            raise Stop
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def empty_step(session: Session) -> None:
+    with session.step():
+        pass
+
+
+ENDS: Final = (
+    *(Step.__exit__, Session._end, Session._ended, Operators.after),
+    *(Session._end_natively, NativeHandle.step_end),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "fails"),
+    [*((end, fails) for fails in (False, True) for end in ENDS), (NativeHandle.step_tear, True)],
+)
+def test_a_handler_that_raises_while_a_step_ends_leaves_none_open(
+    pair: Pair, place: Callable[..., Any], fails: bool
+) -> None:
+    """Wherever it is on its way out of the block, also after another error."""
+    pair.mine.exchange("decode")
+    with (
+        meanwhile(lambda: empty_step(pair.peer)),
+        interrupted_at(place),
+        pytest.raises(Stop),
+        pair.mine.step() as cut,
+    ):
+        assert not fails, "an error of the engine"
+    assert not cut.complete
+    if place in (Step.__exit__, Session._end):  # none that the session knows of
+        with pytest.raises(UsageError, match="torn now"), pair.mine.step():
+            raise AssertionError("two steps at once")
+    pair.both_step()
+
+
+def test_a_session_ends_also_where_a_step_was_not_ended() -> None:
+    """The engine leaves both blocks; the first one's end was interrupted."""
+    pair = Pair(Launch.INLINE)
+    try:
+        with meanwhile(lambda: empty_step(pair.peer)), pytest.raises(Stop), pair.mine:  # noqa: SIM117
+            with interrupted_at(Step.__exit__), pair.mine.step():
+                pass
+        until(lambda: pair.group.status(0).engine_pid == 0, "the seat was given back")
+    finally:
+        pair.close()
+
+
+def test_an_error_in_a_step_of_a_rank_that_is_over_is_followed_by_why() -> None:
+    """Nothing of that step can be told to anybody, but it has ended."""
+    pair = Pair(Launch.SERVICE)
+    entered = threading.Event()
+
+    def peer_steps() -> None:
+        with pair.peer.step():
+            entered.set()
+
+    def kill_worker() -> None:
+        assert entered.wait(60.0)  # else the peer would find a dead member at the barrier
+        pair.group.signal_worker(0, signal.SIGKILL)
+        until(lambda: pair.group.status(0).fenced, "its daemon has seen it")
+        raise ZeroDivisionError
+
+    try:
+        with meanwhile(peer_steps), pytest.raises(ZeroDivisionError), pair.mine.step():
+            kill_worker()
+        with pytest.raises(Fenced, match="worker process died"), pair.mine.step():
+            raise AssertionError("a step without a worker")
+    finally:
+        pair.close()
 
 
 def compiled(pair: Pair) -> Callable[[Any, Any, Any], Any]:
