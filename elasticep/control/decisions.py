@@ -276,11 +276,11 @@ def show(state: GroupState, now_ms: int, out: Outcome) -> None:
             pending.seen |= pending.shown
         told: dict[str, list[int]] = {}
         for seat in members:
-            unsent = seat.rank not in pending.sent and seat.node in state.connected
+            unsent = seat.rank not in pending.asked and seat.node in state.connected
             # A join that was called off does not count from that view on, but from a later one.
             taken_in = 0 < seat.since <= view.epoch
             if unsent and taken_in and (pending.shown or not seat.running):
-                pending.sent[seat.rank] = now_ms
+                pending.asked.add(seat.rank)
                 told.setdefault(seat.node, []).append(seat.rank)
         out.after.extend(
             ev.Propose(n, view, tuple(told[n]), _leaving(state, view, n)) for n in sorted(told)

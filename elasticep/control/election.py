@@ -17,6 +17,7 @@ from typing import Final
 from structlog.typing import FilteringBoundLogger
 
 from elasticep.control import process
+from elasticep.control.outage import Outage
 from elasticep.control.records import LEADER
 from elasticep.control.store import CreateRevision, Delete, LeaseLost, Put, Store, StoreRefused
 from elasticep.errors import ElasticEPError, Unavailable
@@ -106,7 +107,8 @@ class Election:
         self._me = me
         self._ttl_s = ttl_s
         self._on_store = on_store
-        self._lost_since_s: float | None = None
+        self._store_lost = Outage(log, "store.lost", "store.back", self._clock)
+        self._failing = Outage(log, "election.failed", "", self._clock)
         self.leader: Candidate | None = None
         self._good_until_s = 0.0
 
@@ -122,19 +124,14 @@ class Election:
     @property
     def store_lost(self) -> bool:
         """Whether the store did not answer when it was asked last."""
-        return self._lost_since_s is not None
+        return self._store_lost.lasts
 
     def _answered(self) -> None:
-        if self._lost_since_s is not None:
-            away_ms = round((self._clock() - self._lost_since_s) * 1_000)
-            self._lost_since_s = None
-            self._log.info("store.back", away_ms=away_ms)
+        self._store_lost.over()
         self._on_store(True)
 
     def _unanswered(self, error: Unavailable) -> None:
-        if self._lost_since_s is None:
-            self._lost_since_s = self._clock()
-            self._log.warning("store.lost", error=str(error))
+        self._store_lost.failed(error)
         self._on_store(False)
 
     async def campaign(self) -> Lead:
@@ -143,6 +140,7 @@ class Election:
             try:
                 lead = await self._try()
                 self._answered()
+                self._failing.over()
                 if lead is not None:
                     self.leader = self._me
                     return lead
@@ -151,7 +149,7 @@ class Election:
                 self._unanswered(error)
                 await asyncio.sleep(_RETRY_S)
             except STORE_ERRORS as error:
-                self._log.warning("election.failed", error=str(error))
+                self._failing.failed(error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _try(self) -> Lead | None:

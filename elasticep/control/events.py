@@ -86,6 +86,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What was wanted of nodes was sent: to stage an epoch for these ranks, whose time begins."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """A rank runs in an epoch, from `step` on."""
 
@@ -201,6 +209,7 @@ Event: TypeAlias = (
     | NodeGone
     | SeatChanged
     | Staged
+    | Told
     | Adopted
     | Waits
     | Progressed

@@ -23,6 +23,7 @@ def node_hello(state: GroupState, event: ev.NodeHello, now_ms: int, out: Outcome
     state.offers[event.node] = offered
     for seat in state.seats_of(event.node):
         for pending in state.pending:
+            pending.asked.discard(seat.rank)
             pending.sent.pop(seat.rank, None)
             pending.loading.pop(seat.rank, None)  # a daemon that was started anew counts anew
         if seat.rank not in offered:
@@ -163,6 +164,13 @@ def staged(state: GroupState, event: ev.Staged, now_ms: int, out: Outcome) -> No
         seat.staged.add(event.epoch)
         if seat.phase is Phase.JOINING:
             seat.move(Phase.STAGED, now_ms, f"it staged epoch {event.epoch}")
+
+
+def told(state: GroupState, event: ev.Told, now_ms: int, out: Outcome) -> None:
+    """Nodes were told to stage a view. Until then nobody is late, however long the store takes."""
+    for pending in state.pending:
+        if pending.view.epoch == event.epoch:
+            pending.sent.update({rank: now_ms for rank in event.ranks if rank in pending.asked})
 
 
 def _unrestorable(

@@ -139,7 +139,7 @@ class Membership:
         """
         out = Outcome()
         _HANDLERS[type(event)](self._s, event, now_ms, out)
-        if isinstance(event, (ev.Progressed, ev.Loads)):
+        if isinstance(event, (ev.Progressed, ev.Loads, ev.Told)):
             return out  # there are many of them; the next tick judges by what they say
         if not isinstance(event, (ev.Waits, ev.Tick)):
             self._s.dirty = True
@@ -160,6 +160,7 @@ _HANDLERS: Final[dict[type, Callable[[GroupState, Any, int, Outcome], None]]] = 
     ev.NodeGone: heard.node_gone,
     ev.SeatChanged: heard.seat_changed,
     ev.Staged: heard.staged,
+    ev.Told: heard.told,
     ev.Adopted: heard.adopted,
     ev.Waits: heard.waits,
     ev.Progressed: heard.progressed,

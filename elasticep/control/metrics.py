@@ -76,6 +76,11 @@ class ControllerMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.write_waits = Gauge(
+            "elasticep_controller_store_write_waits_seconds",
+            "How long the leader's present write has waited for the store; 0 while none does.",
+            registry=self.registry,
+        )
         self.epoch = self._group_gauge("epoch", "Epoch of the latest view.")
         self.adopted_epoch = self._group_gauge("adopted_epoch", "Epoch that all live members run.")
         self.members = self._group_gauge("members", "Members of the latest view.")

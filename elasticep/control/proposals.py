@@ -64,7 +64,8 @@ class Pending:
         filled: ranks that were members before and get new content in some slot.
         shown: members that are no joiners may stage it.
         seen: somebody other than its joiners may know it (after a change of the leader: maybe).
-        sent: rank -> when its node was told to stage it.
+        asked: ranks that are to stage it; to tell their nodes may wait for the store.
+        sent: rank -> when its node was told to.
         errors: rank -> why it cannot.
         answered: ranks that have staged it, or said why they cannot.
         loading: rank -> how far the weights are that it loads.
@@ -76,6 +77,7 @@ class Pending:
     filled: frozenset[int] = frozenset()
     shown: bool = False
     seen: bool = False
+    asked: set[int] = field(default_factory=set)
     sent: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)

@@ -96,7 +96,10 @@ class Term:
         return now_ms
 
     def _show_ages(self) -> None:
-        """A scrape sees how long ago the background made progress, also if ticks have stopped."""
+        """A scrape sees how long a write has waited for the store, and how long ago the background
+        made progress, also if ticks have stopped.
+        """
+        self._metrics.write_waits.set_function(lambda: self._writes.waits_s)
         for name, background in self.cluster.background.items():
             age = partial(self._age_s, background.rebalancer)
             self._metrics.rebalance_age.labels(name).set_function(age)
@@ -312,6 +315,13 @@ class Term:
 
     def _written(self, commit: Commit) -> None:
         self._send(commit.group, commit.after)
+        told: dict[int, list[int]] = {}
+        for send in commit.after:
+            if isinstance(send, ev.Propose):
+                told.setdefault(send.view.epoch, []).extend(send.ranks)
+        for epoch, ranks in told.items():
+            event = ev.Told(epoch, tuple(ranks))
+            self._guarded(lambda e=event: self.cluster.report(commit.group, e, self.now_ms()))  # type: ignore[misc]
         if commit.view is not None:
             self._published[commit.group] = commit.view
             self._changed.set()

@@ -16,6 +16,7 @@ from elasticep.control import events as ev
 from elasticep.control import records
 from elasticep.control.election import STORE_ERRORS, Deposed, Lead
 from elasticep.control.metrics import ControllerMetrics
+from elasticep.control.outage import Outage
 from elasticep.control.records import LEADER
 from elasticep.control.store import Delete, ModRevision, Put, Store
 from elasticep.control.views import View
@@ -78,11 +79,18 @@ class Writes:
         self._lead = lead
         self._revisions = dict(revisions)
         self._metrics = metrics
-        self._log = log
+        self._outage = Outage(log, "store.unavailable", "store.written", clock)
         self._clock = clock
         self._written = written
         self._queue: asyncio.Queue[Commit] = asyncio.Queue(_MOST_QUEUED)
         self._over = False
+        self._began_s: float | None = None  # with the write that is under way
+
+    @property
+    def waits_s(self) -> float:
+        """How long the write that is under way has waited for the store; 0: none is."""
+        began_s = self._began_s
+        return 0.0 if began_s is None or self._over else max(0.0, self._clock() - began_s)
 
     def add(self, commit: Commit) -> None:
         """Queue a commit; `Unavailable` when too many wait for the store. One that comes when the
@@ -108,13 +116,15 @@ class Writes:
         while True:
             commit = await self._queue.get()
             try:
-                began = self._clock()
+                began_s = self._began_s = self._clock()
                 await self._commit(commit)
                 if commit.operations:
-                    self._metrics.write_seconds.observe(self._clock() - began)
+                    self._metrics.write_seconds.observe(self._clock() - began_s)
             except BaseException:
                 commit.done.cancel()
                 raise
+            self._began_s = None
+            self._outage.over()
             self._written(commit)
             if not commit.done.done():
                 commit.done.set_result(None)
@@ -142,7 +152,7 @@ class Writes:
                     (self._lead.guard(), *compares), operations, deadline_s=_WRITE_S
                 )
             except Unavailable as error:
-                self._log.warning("store.unavailable", error=str(error))
+                self._outage.failed(error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if done.succeeded:
@@ -161,7 +171,7 @@ class Writes:
                 stored = await self._store.get(key, deadline_s=_WRITE_S)
                 break
             except STORE_ERRORS as error:
-                self._log.warning("store.unavailable", error=str(error))
+                self._outage.failed(error)
                 await asyncio.sleep(_PAUSE_S)
         if leader is None or leader.create_revision != self._lead.revision or view is None:
             return False

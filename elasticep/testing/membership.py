@@ -131,6 +131,9 @@ class World:
             elif isinstance(write, ev.SaveSeat):
                 self.saved_seats[write.rank] = write
         self._send(out.after)
+        for send in out.after:
+            if isinstance(send, Propose):
+                self.decide(ev.Told(send.view.epoch, send.ranks))
         self.notices += out.notices
         return out
 

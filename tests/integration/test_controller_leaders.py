@@ -1,14 +1,18 @@
 """Controllers and stores that go away and come back; fake nodes, both stores."""
 
+import os
 import time
+from pathlib import Path
 
 import grpc.aio
 import pytest
+import structlog
 
 from elasticep.control import messages, records
 from elasticep.control.clocks import Clocks
 from elasticep.control.planning import PlanJob, Planned
-from elasticep.control.store import Delete, KeyValue, MemoryStore
+from elasticep.control.store import Delete, KeyValue, MemoryStore, etcd3_shim
+from elasticep.control.store.etcd import EtcdStore, rpc
 from elasticep.control.term import Term
 from elasticep.errors import NotLeader, Unavailable
 from elasticep.proto import controller_pb2
@@ -21,8 +25,10 @@ from elasticep.testing.controllers import (
     cluster,
     formed,
     refused,
+    run_scenario,
     until,
 )
+from elasticep.testing.etcd import LocalEtcd, find_etcd
 from elasticep.testing.nodes import FakeNode, FakeSeat
 
 
@@ -172,6 +178,61 @@ def test_a_deposed_leader_that_did_not_notice_writes_nothing(run_memory: Run) ->
 
 
 # ---- the store
+
+
+async def is_full(store: EtcdStore, number: int) -> bool:
+    """Write a megabyte more; whether etcd takes it no more."""
+    try:
+        await store.put(f"/filler/{number}", os.urandom(1_000_000), deadline_s=CALL_S)
+    except Unavailable as error:
+        return "etcd is full and takes no writes" in str(error)
+    return False
+
+
+async def make_room(store: EtcdStore) -> None:
+    """What the error asks an operator to do, after the reason is gone."""
+    endpoint = store._endpoint()
+    maintenance = etcd3_shim.load()[1].MaintenanceStub(endpoint.channel)
+    filler = rpc.DeleteRangeRequest(key=b"/filler/", range_end=b"/filler0")
+    done = (await endpoint.kv.DeleteRange(filler)).header
+    await endpoint.kv.Compact(rpc.CompactionRequest(revision=done.revision, physical=True))
+    await maintenance.Defragment(rpc.DefragmentRequest())
+    for alarm in (await maintenance.Alarm(rpc.AlarmRequest())).alarms:
+        off = {"memberID": alarm.memberID, "alarm": alarm.alarm}
+        await maintenance.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.DEACTIVATE, **off))
+
+
+def test_a_full_store_costs_nobody_the_lead_and_writes_go_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tmp_path / "etcd"
+    small.write_text(f'#!/bin/sh\nexec {find_etcd()} --quota-backend-bytes={6 << 20} "$@"\n')
+    small.chmod(0o755)
+    monkeypatch.setenv("ELASTICEP_ETCD", str(small))
+
+    async def scenario(bench: Bench) -> None:
+        store = EtcdStore(bench.etcd.endpoints if bench.etcd else ())
+        async with formed(bench) as (controller, nodes):
+            term, waits = controller.term, controller.metrics.write_waits
+            number = 0
+            while not await is_full(store, number):
+                number += 1
+            with structlog.testing.capture_logs() as logs:
+                nodes.of(3).kill(3)
+                await until(lambda: waits._child_samples()[0].value > 0.3, "many attempts")
+                said = [e for e in logs if e["event"] == "store.unavailable"]
+                assert len(said) == 1, "it fills no log"
+                assert "etcdctl alarm disarm" in said[0]["error"]
+                assert nodes.epoch == 1, "what is not written is not proposed"
+                await make_room(store)
+                await nodes.until(lambda: nodes.epoch == 2)
+                assert any(e["event"] == "store.written" for e in logs)
+            assert controller.term is term
+            await until(lambda: waits._child_samples()[0].value == 0, "nothing waits")
+        await store.close()
+
+    with LocalEtcd() as etcd:
+        run_scenario(etcd, scenario)
 
 
 def test_views_go_on_after_the_store_was_away(run: Run) -> None:

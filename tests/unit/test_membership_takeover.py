@@ -146,6 +146,21 @@ def test_a_store_that_was_restored_from_a_backup_is_gone_on_from() -> None:
     assert world.membership.adopted_epoch == world.view.epoch > before
 
 
+def test_nobody_is_late_with_a_view_that_waits_for_the_store() -> None:
+    world = formed()
+    world.attach = False
+    dead = ev.SeatChanged("b", SeatReport(3, 1, SeatState.DEAD, cause="worker died"))
+    out = world.decide(dead)  # its writes have no answer for a minute
+    world.advance(MINUTE_MS)
+    world.seat(0)[1].hung = True
+    world.take(out)
+    world.run()
+    world.advance(STAGE_TIMEOUT_MS - 200)
+    assert members(world) == [(0, 1), (1, 1), (2, 1)]
+    world.advance(200)
+    assert members(world) == [(1, 1), (2, 1)], "from then on time counts"
+
+
 def test_an_end_by_which_a_second_epoch_is_adopted_at_once_is_one_write() -> None:
     world = formed()
     world.attach = False

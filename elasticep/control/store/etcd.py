@@ -316,6 +316,11 @@ def _refuse(what: str, error: grpc.aio.AioRpcError) -> None:
     details = error.details() or ""
     if "lease not found" in details:
         raise LeaseLost(f"{what}: {details}") from None
+    if "database space exceeded" in details:  # reads and renewals of leases go on
+        raise Unavailable(
+            f"etcd is full and takes no writes, such as {what} ({details}); compact and "
+            "defragment it, then: etcdctl alarm disarm"
+        ) from None
     if error.code() not in _RETRY:
         raise StoreRefused(f"etcd refused {what}: {error.code().name} {details}") from None
 
