@@ -21,7 +21,7 @@ from elasticep.client.step import LONGEST_S, Passed, Step, give_up_after
 from elasticep.client.step_owner import StepOwner
 from elasticep.client.view import EMPTY, View, read_view
 from elasticep.client.weights import LoadWeights, SlotWeights
-from elasticep.client.works import settled_works
+from elasticep.client.works import Held, settled_works
 from elasticep.errors import (
     CapExceeded,
     ExpertsLost,
@@ -75,6 +75,7 @@ class Session(StepOwner):
         self._view: View | None = None
         self._weights = SlotWeights(config, open_arena)
         self._exchanges: dict[str, AnyExchange] = {}
+        self._held = Held()
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of group {self.config.name!r}, incarnation {self.incarnation}>"
@@ -166,7 +167,8 @@ class Session(StepOwner):
         For groups with `completion = "agreed"`, whose ranks' inputs depend on one another: all
         ranks run the same work in a step, and when one of them could not complete it, all run it
         again. A result comes out one step after it was computed, when the barrier has shown that
-        every rank has it.
+        every rank has it. After a loop that an error or a `break` ended another call goes on: it
+        first gives out what that one still held.
 
         Args:
             forward: one forward pass; it may run again for the same work.
@@ -191,7 +193,7 @@ class Session(StepOwner):
                 f"group {self.config.name!r} has completion = 'local'; use run, or create the "
                 "group with completion = 'agreed'"
             )
-        return settled_works(self, forward, batch_of, tokens, prompt, undo)
+        return settled_works(self, self._held, forward, batch_of, tokens, prompt, undo)
 
     def _begin(self, step: Step) -> None:
         self._check_usable()

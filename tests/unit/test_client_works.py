@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elasticep.client.session import Session, Step
-from elasticep.errors import UsageError
+from elasticep.errors import StepTimeout, UsageError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import Completion, GroupConfig
 from elasticep.native import abi
@@ -19,17 +19,22 @@ class Script:
     """Barriers that say (work, settled), and steps that end complete or torn."""
 
     def __init__(self, steps: list[tuple[int, int, bool]]) -> None:
-        self.steps = deque(steps)
+        self.steps: deque[tuple[int, int, bool] | StepTimeout] = deque(steps)
         self.announced: list[int] = []
         self.complete = False
 
     def step_begin(self, tokens: int, timeout_ms: int) -> abi.StepInfo:
         self.announced.append(tokens)
-        work, settled, self.complete = self.steps.popleft()
+        said = self.steps.popleft()
+        if isinstance(said, StepTimeout):
+            raise said
+        work, settled, self.complete = said
         return abi.StepInfo(epoch=1, step=1, work=work, settled=settled)
 
     def step_end(self) -> bool:
         return self.complete
+
+    def step_tear(self) -> None: ...
 
     def slots(self, epoch: int, shape: tuple[int, ...]) -> Any:
         return np.zeros(shape, np.int32)
@@ -92,6 +97,35 @@ def test_what_the_next_work_and_one_to_repeat_bring_is_announced() -> None:
     # Work 1 twice; then work 2, while 1 may still come back; then nothing, while 2 may.
     prefill = abi.TOKENS_PROMPT
     assert script.announced == [7 | prefill, 7 | prefill, 7 | prefill, 1]
+
+
+def test_a_result_survives_the_loop_that_computed_it() -> None:
+    """The ranks agree on works, not on loops: one that ended early is gone on with."""
+    script = Script([(1, 0, True), (2, 1, True), (3, 2, True), (4, 3, True), (5, 4, True)])
+    coupled = session(script, Completion.AGREED)
+    failing = {3}
+
+    def forward(step: Step, batch: int) -> int:
+        if batch in failing:
+            failing.discard(batch)
+            script.steps.appendleft((3, 2, True))  # it was torn, so it is run again
+            raise ZeroDivisionError
+        return batch * 10
+
+    def works() -> Iterator[tuple[int, int]]:
+        return coupled.works(forward, lambda work: work if work <= 4 else None)
+
+    for work in works():
+        assert work == (1, 10)
+        break  # while 2 was complete here, and not settled yet
+    with pytest.raises(ZeroDivisionError):
+        next(works())
+    script.steps.appendleft(StepTimeout("rank 1 did not come"))
+    loop = works()
+    assert next(loop) == (2, 20)
+    with pytest.raises(StepTimeout):
+        next(loop)
+    assert list(works()) == [(3, 30), (4, 40)]
 
 
 def test_local_completion_has_no_works() -> None:
