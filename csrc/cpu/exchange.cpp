@@ -80,6 +80,11 @@ int Runner::wait_flags(const Wait& w) {
       snprintf(text, sizeof text, "rank %u left step %llu", by, (unsigned long long)step_);
       return torn(text);
     }
+    for (u32 m = missing; m < g_.max_ranks; ++m)
+      if (members[m] && m != me_ && came_to_a_later_barrier(m) && w.flag(m).load(std::memory_order_acquire) != w.tag) {
+        snprintf(text, sizeof text, "rank %u ended step %llu without this exchange", m, (unsigned long long)step_);
+        return torn(text);
+      }
     if (called_off(w.channel)) return torn("the engine tore it");
     u64 now = now_ns();
     if (now - begin >= h.timeouts.exchange_timeout_ns) {
@@ -103,6 +108,16 @@ int Runner::wait_flags(const Wait& w) {
     u64 left = h.timeouts.exchange_timeout_ns - (now - begin);
     signalled = futex_wait(h.runner_wake[w.channel], wake_seen, left < kLook ? left : kLook);
   }
+}
+
+// What a member said in this step it said before its cell: flags that are read after this are all there will be.
+bool Runner::came_to_a_later_barrier(u32 rank) {
+  CellCopy copy;
+  for (u32 parity = 0; parity < 2; ++parity) {
+    const Cell* c = cell(own_.data, parity, rank);
+    if (c->step > step_ && read_cell(c, g_.max_ranks, &copy) && copy.step > step_ && copy.incarnation == view_->tables.head->incarnation[rank]) return true;
+  }
+  return false;
 }
 
 // The record of a wait that was interrupted and will not go on.

@@ -155,6 +155,7 @@ class Runner {
   // Whether it is time to let signals be seen to, in a wait that began or went on at `since`.
   bool signals_wait(bool signalled, u64 since, u64 now) const { return interrupts.load(std::memory_order_relaxed) && (signalled || now - since >= kSignalLook); }
   int wait_flags(const Wait& wait);
+  bool came_to_a_later_barrier(u32 rank);
   void forget_wait(u32 channel);
   // Step by step, one file each: route.cpp, push.cpp, receive.cpp, combine.cpp.
   void prepare();

@@ -1,5 +1,6 @@
 """A rank dies, stops or goes on late at any point of an exchange, in every way to exchange."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from elasticep.errors import DaemonUnavailable, Fenced, NativeError
 from elasticep.native import abi
+from elasticep.testing import small
 from elasticep.testing.local_group import equal_weights, spread
 from elasticep.testing.raw import RawSession, TornError
 from elasticep.testing.scene import timeouts
@@ -243,3 +245,32 @@ def test_a_rank_that_is_left_behind_and_goes_on_gives_and_takes_no_wrong_row(
         world.group.wait_for(out.is_set, "the expelled rank to learn it")
         serving.finish(serving.survivors)
         done.result()
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_a_rank_that_ends_a_step_early_is_not_waited_for(launch: int) -> None:
+    """Its engine left an exchange out, as one does that takes an error in. The other one hears of
+    it when it comes to the next barrier: each would wait for the other until one were expelled.
+    """
+    g = small.geometry(2, small.exchange(), launch=launch)
+    with World(g, timeouts=timeouts(exchange_s=60.0)) as world:
+        began = time.monotonic()
+
+        def exchange(rank: int, session: RawSession, layer: int) -> None:
+            batch = make_batch(g, 1, [rank])
+            got = session.dispatch(0, layer, batch.x, batch.ids, batch.weights)
+            world.compute(got, 0, rank, layer)
+            session.combine(0, 1)
+
+        def steps(rank: int, session: RawSession) -> list[bool]:
+            complete = []
+            for layers in (1 + rank, 2):
+                session.begin()
+                with contextlib.suppress(TornError):
+                    for layer in range(layers):
+                        exchange(rank, session, layer)
+                complete.append(session.end())
+            return complete
+
+        assert world.each(steps) == {0: [True, True], 1: [False, True]}
+        assert time.monotonic() - began < 30
