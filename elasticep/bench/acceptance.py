@@ -341,9 +341,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not Path(TESTS).is_dir():
         raise AcceptanceError(f"there is no {TESTS} here; run it in a checkout's root")
-    from elasticep.native import cuda as native
+    from elasticep.native import cuda_library
 
-    gpus = native.device_count()
+    gpus = cuda_library.device_count()
     if gpus < 1:
         click.echo("bench acceptance needs a CUDA device", err=True)
         return 1

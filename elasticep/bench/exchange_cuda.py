@@ -33,7 +33,7 @@ from elasticep.bench.exchange_cuda_cases import (
 )
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.errors import ElasticEPError
-from elasticep.native import abi
+from elasticep.native import abi, cuda_library
 from elasticep.native import cuda as native
 
 LINK_GB_S: Final = 358.0
@@ -281,7 +281,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """All lines of `models`, from a process per rank on as many GPUs as there are."""
     lines: list[dict[str, Any]] = []
-    gpus = min(native.device_count(), ranks)
+    gpus = min(cuda_library.device_count(), ranks)
     for model in models:
         for together in groups(variants):
             spec = fleet_cuda.FleetSpec(
@@ -371,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the lines to this file as well")
     parser.add_argument("--png", type=Path, help="draw them into this file")
     given = parser.parse_args(list(arguments))
-    if native.device_count() < 1:
+    if cuda_library.device_count() < 1:
         click.echo("bench exchange --device cuda needs a CUDA device", err=True)
         return 1
     compare = str(given.compare.resolve()) if given.compare else ""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from elasticep.bench.fleet_cuda import FleetSpec
 from elasticep.native import cuda as native
+from elasticep.native import cuda_library
 from elasticep.testing import emulated_cuda
 
 
@@ -67,7 +68,7 @@ class CudaSeats:
     def regions(self) -> list[int]:
         """`Seats.regions`."""
         count = len(self._spec.seats[self._index])
-        return [native.create_region(self._geometry, self._device) for _ in range(count)]
+        return [cuda_library.create_region(self._geometry, self._device) for _ in range(count)]
 
     def open(
         self, own: Sequence[int], headers: Sequence[int], peers: dict[int, int]

@@ -16,7 +16,7 @@ import click
 
 from elasticep.bench import exchange_cuda, recovery_cuda
 from elasticep.bench.exchange_cuda_cases import MODELS, VARIANTS
-from elasticep.native import cuda as native
+from elasticep.native import cuda_library
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kill-rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for gpus.json and gpus.png")
     given = parser.parse_args(list(arguments))
-    gpus = native.device_count()
+    gpus = cuda_library.device_count()
     if gpus < 1:
         click.echo("bench gpus needs a CUDA device", err=True)
         return 1

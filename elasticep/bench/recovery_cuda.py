@@ -17,7 +17,7 @@ from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.errors import NativeError
-from elasticep.native import abi
+from elasticep.native import abi, cuda_library
 from elasticep.native import cuda as native
 
 TOKENS: Final = 64
@@ -176,7 +176,7 @@ def once(ranks: int, killed: int, devices: tuple[int, ...]) -> Line:
 
 def measure(ranks: int, rounds: int) -> list[Line]:
     """`rounds` times one rank killed, then two at once where three are left by one."""
-    gpus = min(native.device_count(), ranks)
+    gpus = min(cuda_library.device_count(), ranks)
     devices = tuple(r % gpus for r in range(ranks))
     kills = [k for k in (1, 2) if ranks - k >= 1]
     return [once(ranks, k, devices) for k in kills for _ in range(rounds)]

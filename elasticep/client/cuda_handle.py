@@ -23,7 +23,7 @@ from elasticep.errors import (
     TensorError,
     UsageError,
 )
-from elasticep.native import abi, operators
+from elasticep.native import abi, cuda_library, operators
 from elasticep.native import cuda as native
 from elasticep.native import cuda_session as sessions
 from elasticep.native.cuda_session import Wait
@@ -275,7 +275,7 @@ class CudaHandle:
     def failure(self, code: int, text: str) -> ElasticEPError:
         """The typed error for what a torch operator's call of this rank answered."""
         fenced = self.fenced() if code == abi.Error.EFENCED else None
-        error = fenced or native.error_of(code, "", text)
+        error = fenced or cuda_library.error_of(code, "", text)
         return TensorError(str(error)) if isinstance(error, ConfigError) else error
 
     def fenced(self) -> Fenced | None:
@@ -297,7 +297,7 @@ class CudaHandle:
             fenced = self.fenced()
             if fenced is not None:
                 raise fenced
-        native.check(code, what)
+        cuda_library.check(code, what)
 
 
 def _current_stream() -> int:

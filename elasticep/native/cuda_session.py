@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from elasticep import errors
 from elasticep.native import abi
-from elasticep.native.cuda import ContextConfig, CudaContext, api
-from elasticep.native.cuda import check as check_context
+from elasticep.native.cuda import ContextConfig, CudaContext
+from elasticep.native.cuda_library import api
+from elasticep.native.cuda_library import check as check_context
 from elasticep.native.cuda_structs import Copied, Weights
 from elasticep.weights import ArenaLayout
 

@@ -10,7 +10,7 @@ import socket
 import sys
 
 from elasticep.errors import ElasticEPError, UsageError
-from elasticep.native import abi, cuda
+from elasticep.native import abi, cuda_library
 from elasticep.native.structs import Geometry, MessageType, Role
 from elasticep.runtime.transport.connection import close_all, receive, send
 from elasticep.runtime.transport.messages import Message
@@ -68,11 +68,11 @@ def _serve(path: str, ticket: str) -> None:
 
 def _region(geometry: Geometry, device: int) -> int:
     try:
-        return cuda.create_region(geometry, device)
+        return cuda_library.create_region(geometry, device)
     except UsageError as error:  # the driver's word, as of a device that is not there
         raise UsageError(
-            f"{error}; this node has {cuda.device_count()} usable GPUs, and daemon.devices says "
-            "which of them seats take"
+            f"{error}; this node has {cuda_library.device_count()} usable GPUs, and daemon.devices "
+            "says which of them seats take"
         ) from None
 
 

@@ -5,8 +5,7 @@ import torch
 from elasticep.bench.device_cuda import arrived, dispatch_args
 from elasticep.bench.device_streams import Graph, copy, synchronize
 from elasticep.bench.fleet_cuda_child import Member
-from elasticep.native import abi
-from elasticep.native import cuda as native
+from elasticep.native import abi, cuda_library
 from elasticep.testing import emulated_cuda
 from tests.gpu.programs import new_batch, seats_of
 
@@ -16,7 +15,7 @@ def set_seed(_: Member, seed: int) -> None:
 
 
 def abi_version(_: Member) -> int:
-    return int(native.api().epc_abi_version())
+    return int(cuda_library.api().epc_abi_version())
 
 
 def captured(member: Member, replays: int) -> int:

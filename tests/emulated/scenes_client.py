@@ -16,7 +16,7 @@ from elasticep.device import Device
 from elasticep.errors import NativeError
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Launch
-from elasticep.native import cuda as native
+from elasticep.native import cuda_library
 from elasticep.native.convert import geometry_struct
 from elasticep.spec import ExchangeSpec, Layout
 from elasticep.testing import emulated_cuda
@@ -90,7 +90,7 @@ class EmulatedGroup(LocalGroup):
 
     def make_data(self) -> int:
         self._made += 1
-        return native.create_region(self.geometry, self._made - 1)
+        return cuda_library.create_region(self.geometry, self._made - 1)
 
 
 def config(device: Device, specs: dict[str, ExchangeSpec]) -> GroupConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticep.native import abi, cuda_session, region
+from elasticep.native import abi, cuda_library, cuda_session, region
 from elasticep.native import cuda as native
 from elasticep.testing import emulated_cuda
 from elasticep.testing.fd_socket import message_of, send
@@ -25,7 +25,7 @@ class EmulatedGroup(LocalGroup):
     """Its data regions are on an emulated GPU."""
 
     def make_data(self) -> int:
-        return native.create_region(self.geometry, 0)
+        return cuda_library.create_region(self.geometry, 0)
 
 
 def counters() -> Any:

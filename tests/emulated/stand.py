@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from elasticep.native import abi, region
+from elasticep.native import abi, cuda_library, region
 from elasticep.native import cuda as native
 from elasticep.testing import emulated_cuda
 from elasticep.testing.placements import equal_weights
@@ -68,7 +68,7 @@ class Seat:
         self.header_fd = region.create_memory(f"header-{rank}", layout.header_bytes)
         region.format_header(self.header_fd, geometry, rank, timeouts)
         self.header = region.Header(self.header_fd, layout.digest)
-        self.data_fd = native.create_region(geometry, 0)
+        self.data_fd = cuda_library.create_region(geometry, 0)
         self._map = mmap.mmap(self.data_fd, 0)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.context: native.CudaContext | None = None

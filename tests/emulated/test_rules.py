@@ -6,6 +6,7 @@ import pytest
 
 from elasticep.bench.fleet_cuda import FleetSpec
 from elasticep.native import cuda as native
+from elasticep.native import cuda_library
 from tests.emulated.fleets import PATIENCE, fleet, pool
 from tests.gpu import test_exchange, test_formats
 from tests.gpu.shapes import D, exchange, geometry
@@ -43,7 +44,7 @@ def patient(**options: Any) -> FleetSpec:
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above take their children from here, and have time for a slow machine."""
-    monkeypatch.setattr(native, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_library, "device_count", lambda: 2)
     for module in AS_ON_GPUS:
         monkeypatch.setattr(module, "SHARED", pool())
         monkeypatch.setattr(module, "FleetSpec", patient)
@@ -51,7 +52,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_structures_have_one_size_on_both_sides() -> None:
     with fleet(geometry(1, [exchange(1)]), 1, 1) as f:
-        assert f.run("tests.emulated.programs:abi_version") == [native.ABI_VERSION]
+        assert f.run("tests.emulated.programs:abi_version") == [cuda_library.ABI_VERSION]
 
 
 @pytest.mark.parametrize("seed", [1, 3])

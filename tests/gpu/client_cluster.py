@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, Self
 
-from elasticep.native.cuda import device_count
+from elasticep.native.cuda_library import device_count
 from elasticep.testing.node import DaemonProcess, wait_for
 
 DEADLINE_S: Final = 90.0

@@ -4,8 +4,7 @@ import os
 from typing import Any, Final
 
 from elasticep.bench.fleet_cuda_pool import FleetPool
-from elasticep.native import abi
-from elasticep.native import cuda as native
+from elasticep.native import abi, cuda_library
 
 SHARED: Final = FleetPool()
 """For tests in which no process is killed or stopped, and none measures what a process takes."""
@@ -16,7 +15,7 @@ S = abi.ScaleLayout
 
 def gpus() -> int:
     """How many GPUs tests take: two where there are two, unless ELASTICEP_GPUS says one."""
-    return min(2, native.device_count(), int(os.environ.get("ELASTICEP_GPUS", "2")))
+    return min(2, cuda_library.device_count(), int(os.environ.get("ELASTICEP_GPUS", "2")))
 
 
 def places(ranks: int) -> dict[str, Any]:

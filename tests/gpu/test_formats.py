@@ -6,7 +6,7 @@ import pytest
 
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.errors import NativeError
-from elasticep.native import abi
+from elasticep.native import abi, cuda_library
 from elasticep.native import cuda as native
 from tests.gpu.programs_bounds import BOUNDS, FP8_OUTPUTS
 from tests.gpu.shapes import PRESETS, SHARED, exchange, geometry
@@ -25,7 +25,7 @@ def on_one_card(shape: bytes, ranks: int, *, alone: bool = False, **options: Any
 
 
 def test_the_structures_have_one_size_on_both_sides() -> None:
-    assert native.api().epc_abi_version() == native.ABI_VERSION
+    assert cuda_library.api().epc_abi_version() == cuda_library.ABI_VERSION
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

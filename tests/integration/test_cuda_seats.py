@@ -17,7 +17,7 @@ import pytest
 from elasticep.device import Device
 from elasticep.errors import ConfigError
 from elasticep.group import GroupConfig, Launch
-from elasticep.native.cuda import PROTOTYPES
+from elasticep.native.cuda_library import PROTOTYPES
 from elasticep.native.library import CORE_NAME, CUDA_NAME, LIBRARY_DIR
 from elasticep.proto import types_pb2
 from elasticep.spec import ExchangeSpec
