@@ -211,7 +211,8 @@ typedef struct ep_step_info {
   uint64_t work, settled;
 } ep_step_info;
 
-/* What dispatch delivered; pointers lie in the region and stay valid until the next dispatch on this channel returns. */
+/* What dispatch delivered; pointers lie in the region. Rows and scales that sources write themselves (arrival, routed) are
+ * there until this rank's outputs are said to be ready (combine_send), all else until the next dispatch on this channel. */
 typedef struct ep_received {
   void* rows;            /* [rows_count, hidden] of the dispatch dtype; masked: [slots, room, hidden] */
   void* scales;          /* or NULL */

@@ -64,8 +64,10 @@ class Once:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """What a dispatch delivered. The tensors lie in the rank's region: they are valid until the
-    next dispatch on the same channel returns, and never after the session is detached.
+    """What a dispatch delivered. The tensors lie in the rank's region, for use until combine, or
+    its sending half, is called: then other ranks may send their next `rows` and `scales` (routed
+    and arrival layouts). All else stays until the channel's next dispatch is called, and nothing
+    after the session is detached.
 
     R: ranks of the group, C: the exchange's cap, K: top-k, H: hidden, S: slots per rank. N, the
     rows of room, is R * C in the routed layout, in the others what `geometry.rows_of_room` says;

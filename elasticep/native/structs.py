@@ -327,7 +327,7 @@ class StepInfo(Structure):
 
 
 class Received(Structure):
-    """`ep_received`: addresses in the region, valid until the channel's next dispatch returns."""
+    """`ep_received`: addresses in the region; see `client.received.Received` for how long."""
 
     _fields_ = (
         ("rows", c_void_p),
