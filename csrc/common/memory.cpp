@@ -20,7 +20,6 @@
 
 namespace ep {
 
-namespace {
 u64 available_bytes() {
   FILE* f = fopen("/proc/meminfo", "re");
   if (!f) return 0;
@@ -31,7 +30,6 @@ u64 available_bytes() {
   fclose(f);
   return kib * 1024;
 }
-}  // namespace
 
 void wake_all(Header& h) {
   h.engine_wake.fetch_add(1);

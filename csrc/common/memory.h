@@ -18,6 +18,8 @@ struct Mapping {
   int map(int fd, u64 expected, const char* what, bool more = false);
 };
 
+// Memory of the host that processes can have without pushing others out; 0: not known.
+u64 available_bytes();
 int check_header(const Header& header, u64 digest);
 Header* header_of(ep_header_map* map);
 // What a header says now; holders that the kernel marked dead count as none.

@@ -25,11 +25,8 @@ uint64_t epc_struct_size(const char* name) {
 int epc_device_count(uint32_t* count) {
   int n = 0;
   const cudaError_t status = cudaGetDeviceCount(&n);
-  cudaGetLastError();
   *count = status == cudaSuccess ? u32(n) : 0;
-  if (status != cudaSuccess || n == 0)
-    return ep::fail(EP_EUSAGE, "no CUDA device: %s", status == cudaSuccess ? "none is visible" : cudaGetErrorString(status));
-  return 0;
+  return check(status == cudaSuccess && n == 0 ? cudaErrorNoDevice : status, "counting GPUs");
 }
 
 int epc_context_create(const epc_config* config, int data_fd, int header_fd, uint32_t hold, epc_context** out) {
@@ -47,11 +44,11 @@ int epc_context_create(const epc_config* config, int data_fd, int header_fd, uin
 void epc_context_destroy(epc_context* context) { delete context; }
 
 int epc_peer_map(epc_context* c, uint32_t rank, int data_fd) {
-  EPC_TRY(cudaSetDevice(int(c->config.device)));
+  if (int bad = use_device(c->config.device)) return bad;
   return c->regions.map(rank, data_fd);
 }
 int epc_peer_drop(epc_context* c, uint32_t rank) {
-  EPC_TRY(cudaSetDevice(int(c->config.device)));
+  if (int bad = use_device(c->config.device)) return bad;
   EPC_TRY(cudaDeviceSynchronize());
   return c->regions.drop(rank);
 }

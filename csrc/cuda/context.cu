@@ -21,7 +21,7 @@ template <class T>
 int epc_context::allocate(T** out, u64 count) {
   void* p = nullptr;
   const u64 bytes = (count ? count : 1) * sizeof(T);
-  if (int bad = allocate_on(config.device, bytes, "the tables of a rank", &p)) return bad;
+  if (int bad = allocate_on(config.device, bytes, Words("the tables of rank %u", config.rank), &p)) return bad;
   allocations.push_back(p);
   EPC_TRY(cudaMemset(p, 0, bytes));
   *out = static_cast<T*>(p);
@@ -67,9 +67,9 @@ int epc_context::open_memory(int data_fd, int header_fd) {
   if (header->magic != ep::kHeaderMagic || header->digest != layout.base.digest)
     return ep::fail(EP_EMISMATCH, "the header's layout digest %016llx differs from ours, %016llx; daemon and engine disagree on the group",
                     static_cast<unsigned long long>(header->digest), static_cast<unsigned long long>(layout.base.digest));
-  EPC_TRY(cudaHostRegister(h, layout.base.header_bytes, cudaHostRegisterMapped));
+  if (int bad = pin(h, layout.base.header_bytes, Words("the header of rank %u", config.rank))) return bad;
   EPC_TRY(cudaHostGetDevicePointer(reinterpret_cast<void**>(&domain.header), h, 0));
-  EPC_TRY(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Record), cudaHostAllocMapped));
+  if (int bad = allocate_pinned(sizeof(Record), sizeof(Record), Words("the records of rank %u", config.rank), reinterpret_cast<void**>(&record))) return bad;
   memset(record, 0, sizeof *record);
   EPC_TRY(cudaHostGetDevicePointer(reinterpret_cast<void**>(&domain.record), record, 0));
   if (int bad = regions.reserve(config.device, g.max_ranks, layout.data_bytes)) return bad;
@@ -147,16 +147,19 @@ int epc_context::read_region(State* initial) {
   return 0;
 }
 
-int epc_context::open(int data_fd, int header_fd, bool take_lock) {
+// Now: a first launch that loads code could wait for a kernel that waits for its peer.
+int epc_context::load_kernels() const {
+  const cudaError_t status = first_of({load_dispatch(), load_combine(), load_barrier(), load_step_end(), load_expand(), load_overlap(), load_fused(),
+                                       load_replicated(), load_count_slots()});
+  if (status == cudaSuccess) return 0;
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, int(config.device));
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, int(config.device));
+  return check(status, Words("loading kernels on device %u, of compute capability %d.%d", config.device, major, minor));
+}
+
+int epc_context::size_grids() {
   const ep_geometry& g = config.geometry;
-  if (int bad = ep::check_geometry(g)) return bad;
-  if (config.rank >= g.max_ranks) return ep::fail(EP_EINVAL, "rank %u is not below max_ranks %u", config.rank, g.max_ranks);
-  if (config.incarnation == 0) return ep::fail(EP_EINVAL, "incarnation is 0; a seat's first incarnation is 1");
-  if (int bad = check_formats()) return bad;
-  if (!driver()) return EP_EUSAGE;
-  EPC_TRY(cudaSetDevice(int(config.device)));
-  EPC_TRY(first_of({load_dispatch(), load_combine(), load_barrier(), load_step_end(), load_expand(), load_overlap(), load_fused(), load_replicated(), load_count_slots()}));
-  if (int bad = open_memory(data_fd, header_fd)) return bad;
   int sm_count = 0;
   EPC_TRY(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, int(config.device)));
   sms = u32(sm_count);
@@ -168,6 +171,11 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   const u32 sharing = (config.ranks_on_device ? config.ranks_on_device : 1) * channels;
   grid_cap = sms / sharing ? sms / sharing : 1;
   early = sharing == 1;  // a successor that waits on an SM must not keep a peer's kernel off it
+  return 0;
+}
+
+void epc_context::describe_domain() {
+  const ep_geometry& g = config.geometry;
   Domain& d = domain;
   d.base = regions.base();
   d.stride = regions.stride();
@@ -187,10 +195,16 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.exchange_timeout_ns = header->timeouts.exchange_timeout_ns;
   d.step_timeout_ns = header->timeouts.step_timeout_ns;
   d.suspect_ns = header->timeouts.suspect_after_ns;
+}
+
+int epc_context::open_tables() {
+  const ep_geometry& g = config.geometry;
+  Domain& d = domain;
   Staged* staged = nullptr;
   Copies* maps = nullptr;
   u32* lists = nullptr;
   ep::Replica* replicas = nullptr;
+  int* slot_banks = nullptr;
   if (int bad = allocate(&d.state, 1)) return bad;
   if (int bad = allocate(&staged, EP_BANKS)) return bad;
   if (int bad = allocate(&maps, u64(EP_BANKS) * g.layers * g.experts)) return bad;
@@ -198,7 +212,6 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (int bad = allocate(&d.active, u64(g.layers) * g.experts)) return bad;
   if (int bad = allocate(&replicas, u64(EP_BANKS) * g.layers * g.max_ranks * g.slots)) return bad;
   if (int bad = allocate(&d.pending, u64(g.layers) * g.experts)) return bad;
-  int* slot_banks = nullptr;
   if (int bad = allocate(&slot_banks, u64(EP_BANKS) * g.layers * g.slots)) return bad;
   if (int bad = allocate(&slot_experts, u64(g.layers) * g.slots)) return bad;
   EPC_TRY(cudaMemset(slot_experts, 0xff, u64(g.layers) * g.slots * sizeof(int)));  // all empty
@@ -210,6 +223,10 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   d.replicas = replicas;
   d.slot_banks = slot_banks;
   d.slot_experts = slot_experts;
+  return 0;
+}
+
+int epc_context::open_state() {
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
   EPC_TRY(launch(clock_kernel, reinterpret_cast<volatile u64*>(domain.record), Shape{1, 1, 0, false}, side));
   EPC_TRY(cudaStreamSynchronize(side));
@@ -219,7 +236,24 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   initial.torn = 1;
   initial.incarnation = config.incarnation;
   if (int bad = read_region(&initial)) return bad;
-  EPC_TRY(cudaMemcpy(d.state, &initial, sizeof initial, cudaMemcpyHostToDevice));
+  EPC_TRY(cudaMemcpy(domain.state, &initial, sizeof initial, cudaMemcpyHostToDevice));
+  return 0;
+}
+
+int epc_context::open(int data_fd, int header_fd, bool take_lock) {
+  const ep_geometry& g = config.geometry;
+  if (int bad = ep::check_geometry(g)) return bad;
+  if (config.rank >= g.max_ranks) return ep::fail(EP_EINVAL, "rank %u is not below max_ranks %u", config.rank, g.max_ranks);
+  if (config.incarnation == 0) return ep::fail(EP_EINVAL, "incarnation is 0; a seat's first incarnation is 1");
+  if (int bad = check_formats()) return bad;
+  if (!driver()) return EP_EUSAGE;
+  if (int bad = use_device(config.device)) return bad;
+  if (int bad = load_kernels()) return bad;
+  if (int bad = open_memory(data_fd, header_fd)) return bad;
+  if (int bad = size_grids()) return bad;
+  describe_domain();
+  if (int bad = open_tables()) return bad;
+  if (int bad = open_state()) return bad;
   if (int bad = open_exchanges()) return bad;
   EPC_TRY(cudaDeviceSynchronize());
   return take_lock ? hold.take(header->runner, config.incarnation) : 0;
@@ -237,71 +271,9 @@ void epc_context::note_clock(bool at_once) {
 int epc_context::copy_loads() {
   std::lock_guard<std::mutex> guard(staging);
   RelaxedCapture relaxed;
-  EPC_TRY(cudaSetDevice(int(config.device)));
+  if (int bad = use_device(config.device)) return bad;
   EPC_TRY(cudaMemcpyAsync(reinterpret_cast<u8*>(header) + layout.base.header_loads, domain.region(domain.me) + domain.loads,
                           u64(domain.layers) * domain.experts * 8, cudaMemcpyDeviceToHost, side));
   EPC_TRY(cudaStreamSynchronize(side));
-  return 0;
-}
-
-int epc_context::stage(const u8* image) {
-  const ep_geometry& g = config.geometry;
-  const ep::BankTables tables(layout.base, image);
-  const ep::Bank& head = *tables.head;
-  if (head.bytes != layout.base.bank_bytes)
-    return ep::fail(EP_EMISMATCH, "the bank has %llu bytes, this group's have %llu", static_cast<unsigned long long>(head.bytes),
-                    static_cast<unsigned long long>(layout.base.bank_bytes));
-  if (head.incarnation[config.rank] != config.incarnation)
-    return ep::fail(EP_EINVAL, "view %llu has incarnation %u of rank %u, this is %u", static_cast<unsigned long long>(head.epoch),
-                    head.incarnation[config.rank], config.rank, config.incarnation);
-  const u64 running = *const_cast<volatile uint64_t*>(&record->info.epoch);
-  if (running && running + EP_BANKS <= head.epoch)
-    return ep::fail(EP_EUSAGE, "view %llu needs the bank of view %llu, which still runs", static_cast<unsigned long long>(head.epoch),
-                    static_cast<unsigned long long>(running));
-  for (u32 r = 0; r < g.max_ranks; ++r)
-    if (head.incarnation[r] && !regions.mapped(r))
-      return ep::fail(EP_EUSAGE, "view %llu has rank %u, whose region is not mapped", static_cast<unsigned long long>(head.epoch), r);
-
-  const u64 per_layer = u64(g.max_ranks) * g.slots, bank = head.epoch % EP_BANKS;
-  std::lock_guard<std::mutex> guard(staging);
-  if (held[bank].epoch == head.epoch) {
-    if (held[bank].digest == head.digest) return 0;  // kernels may be reading it
-    return ep::fail(EP_EMISMATCH, "view %llu is staged already, with another content", static_cast<unsigned long long>(head.epoch));
-  }
-  std::vector<int> slots(u64(g.layers) * g.slots);
-  for (u32 layer = 0; layer < g.layers; ++layer)
-    memcpy(slots.data() + u64(layer) * g.slots, tables.slots + layer * per_layer + u64(config.rank) * g.slots, g.slots * sizeof(int));
-  std::vector<Copies> map(u64(g.layers) * g.experts);
-  std::vector<u32> first(map.size());
-  for (u32 layer = 0; layer < g.layers; ++layer)
-    for (u32 e = 0; e < g.experts; ++e) {
-      const u32* offsets = tables.offsets + u64(layer) * (g.experts + 1);
-      const ep::Replica* list = tables.replicas + layer * per_layer + offsets[e];
-      const u32 n = offsets[e + 1] - offsets[e];
-      auto packed = [&](u32 i) { return i < n ? u32(list[i].rank) << 16 | list[i].slot : kNobody; };
-      map[u64(layer) * g.experts + e] = {packed(0), packed(1), n ? list[0].upto : 0, n};
-      first[u64(layer) * g.experts + e] = offsets[e];
-    }
-  Staged entry{head.epoch, head.previous_epoch, head.digest, 0, {}};
-  memcpy(entry.incarnation, head.incarnation, sizeof entry.incarnation);
-
-  RelaxedCapture relaxed;
-  EPC_TRY(cudaSetDevice(int(config.device)));
-  auto board = const_cast<Staged*>(domain.staged) + bank;
-  EPC_TRY(cudaMemsetAsync(&board->check, 0, sizeof board->check, side));
-  EPC_TRY(cudaMemcpyAsync(const_cast<Copies*>(domain.maps) + bank * map.size(), map.data(), map.size() * sizeof(Copies),
-                          cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaMemcpyAsync(const_cast<u32*>(domain.lists) + bank * first.size(), first.data(), first.size() * sizeof(u32),
-                          cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaMemcpyAsync(const_cast<ep::Replica*>(domain.replicas) + bank * g.layers * per_layer, tables.replicas,
-                          g.layers * per_layer * sizeof(ep::Replica), cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaMemcpyAsync(const_cast<int*>(domain.slot_banks) + bank * slots.size(), slots.data(), slots.size() * sizeof(int),
-                          cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaMemcpyAsync(board, &entry, sizeof entry, cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaStreamSynchronize(side));
-  EPC_TRY(cudaMemcpyAsync(&board->check, &entry.epoch, sizeof entry.epoch, cudaMemcpyHostToDevice, side));
-  EPC_TRY(cudaStreamSynchronize(side));
-  held[bank] = {head.epoch, head.digest};
-  header->staged[bank].store(head.epoch);
   return 0;
 }

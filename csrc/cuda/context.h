@@ -47,8 +47,14 @@ struct epc_context {
  private:
   template <class T>
   int allocate(T** out, epc::u64 count);
+  int load_kernels() const;
   int open_memory(int data_fd, int header_fd);
+  int size_grids();
+  void describe_domain();
+  int open_tables();
+  int open_state();
   int open_exchanges();
   int read_region(epc::State* initial);
   int check_formats() const;
+  int check_view(const ep::Bank& head) const;
 };

@@ -1,7 +1,10 @@
 #include "driver.h"
 
-#include <cerrno>
+#include <cstdio>
 #include <mutex>
+#include <type_traits>
+
+#include "../common/errors.h"
 
 namespace epc {
 
@@ -28,27 +31,6 @@ const Driver* driver() {
   if (ok) return &loaded;
   ep::fail(EP_EUSAGE, "the CUDA driver cannot be used: %s; install a driver for CUDA 13.0 or newer", missing);
   return nullptr;
-}
-
-// After these the context is over, and every call fails, whoever makes it.
-bool broken(cudaError_t status) {
-  return status == cudaErrorECCUncorrectable || (status >= cudaErrorIllegalAddress && status <= cudaErrorLaunchTimeout) ||
-         (status >= cudaErrorAssert && status <= cudaErrorLaunchFailure) || status == cudaErrorUnknown;
-}
-
-int check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return 0;
-  cudaGetLastError();
-  if (broken(status))
-    return ep::fail(-EIO, "%s found the device in an error that a kernel before it left behind: %s", what, cudaGetErrorString(status));
-  return ep::fail(EP_EUSAGE, "%s: %s", what, cudaGetErrorString(status));
-}
-
-int check(CUresult status, const char* what) {
-  if (status == CUDA_SUCCESS) return 0;
-  const char* text = "unknown error";
-  if (const Driver* d = driver()) d->cuGetErrorString(status, &text);
-  return ep::fail(EP_EUSAGE, "%s: %s", what, text);
 }
 
 }  // namespace epc

@@ -1,6 +1,7 @@
 // Regions in device memory: VMM allocations behind POSIX fds, mapped at addresses that never change.
 #pragma once
 #include "driver.h"
+#include "failure.h"
 #include "gpu_layout.h"
 
 namespace epc {
@@ -9,8 +10,11 @@ u64 granular(u64 bytes);
 // The device that holds the memory behind this fd, as this process counts devices.
 int region_device(int fd, u32* device);
 
-// Device memory for `what`; EP_ESHORT names the bytes wanted and free. The device is the current one.
+// Device memory for `what`, like "the tables of rank 3"; EP_ESHORT names the bytes wanted and free. The device is the current one.
 int allocate_on(u32 device, u64 bytes, const char* what, void** out);
+// Host memory that the GPU can reach, likewise: new, or some that is there. `all`: bytes of which these are a part.
+int allocate_pinned(u64 bytes, u64 all, const char* what, void** out);
+int pin(void* memory, u64 bytes, const char* what);
 
 // Address space for the regions of all ranks, and what is mapped into it.
 class RegionMap {

@@ -111,17 +111,18 @@ int WeightsMirror::map(const epc_weights& weights) {
 int WeightsMirror::allocate() {
   const u64 bytes = weights_.layers * weights_.layer_bytes;
   RelaxedCapture relaxed;
-  EPC_TRY(cudaSetDevice(int(device_)));
+  if (int bad = use_device(device_)) return bad;
   device_set_ = true;
   void* at = nullptr;
-  if (int bad = allocate_on(device_, bytes, "the expert weights of a rank", &at)) return bad;
+  if (int bad = allocate_on(device_, bytes, Words("the expert weights of rank %u", rank_), &at)) return bad;
   base_ = static_cast<u8*>(at);
   const u32 cores = std::thread::hardware_concurrency();
   lanes_.resize(std::clamp(cores / 2, kLeastLanes, kMostLanes));
+  const Words what("the buffers through which the expert weights of rank %u come", rank_);
   for (Lane& lane : lanes_)
     for (u32 i = 0; i < 2; ++i) {
       EPC_TRY(cudaStreamCreateWithFlags(&lane.stream[i], cudaStreamNonBlocking));
-      EPC_TRY(cudaHostAlloc(reinterpret_cast<void**>(&lane.buffer[i]), kBufferBytes, cudaHostAllocDefault));
+      if (int bad = allocate_pinned(kBufferBytes, lanes_.size() * 2 * kBufferBytes, what, reinterpret_cast<void**>(&lane.buffer[i]))) return bad;
     }
   EPC_TRY(cudaMemsetAsync(base_, 0, bytes, lanes_[0].stream[0]));  // a slot that is empty holds no NaN
   EPC_TRY(cudaStreamSynchronize(lanes_[0].stream[0]));
@@ -233,7 +234,7 @@ int WeightsMirror::fill(const Order& order) {
 
 int WeightsMirror::work(Run& run, Lane& lane) {
   RelaxedCapture relaxed;
-  EPC_TRY(cudaSetDevice(int(device_)));
+  if (int bad = use_device(device_)) return bad;
   for (size_t i; !run.status && (i = run.next++) < run.tasks.size();)
     if (int bad = copy(run.order, run.tasks[i], lane)) {
       for (u32 buffer = 0; buffer < 2; ++buffer) {  // nothing is written any more when this is answered

@@ -128,7 +128,7 @@ int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vect
     return ep::fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", shown,
                     static_cast<unsigned long long>(running), EP_BANKS - 1);
   RelaxedCapture relaxed;
-  EPC_TRY(cudaSetDevice(int(context->config.device)));
+  if (int bad = use_device(context->config.device)) return bad;
   for (size_t i = 0; i < ranks.size(); ++i)
     if (int bad = take_region(ranks[i], fds[1 + 2 * i], fds[2 + 2 * i])) return bad;
   if (int bad = take_weights(view)) return bad;

@@ -190,6 +190,7 @@ namespace epe {
 // A kernel that is to run: `body` is what each of its threads does.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void* (*shared)(), size_t shared_bytes, std::function<void()> body);
 cudaError_t allow_shared(const void* kernel, int bytes);
+cudaError_t failing(const char* call);  // device.h
 
 }  // namespace epe
 
@@ -225,6 +226,7 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Param
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, Kernel* kernel) {
   *out = {};
+  if (const cudaError_t bad = epe::failing("cudaFuncGetAttributes"); bad != cudaSuccess) return bad;
   return kernel ? cudaSuccess : cudaErrorInvalidDeviceFunction;
 }
 template <class Kernel>

@@ -42,6 +42,8 @@ EP_API void epe_hold_copies(int shut) { epe::hold_copies(shut != 0); }
 EP_API uint32_t epe_held_copies() { return epe::held_copies(); }
 // So many of those that are held back, or come next, run.
 EP_API void epe_let_copies(uint32_t count) { epe::let_copies(count); }
+// Calls of this name after the next `skip` ones fail with this error; 0: they do not any more.
+EP_API void epe_fail_call(const char* call, int status, uint32_t skip) { epe::fail_call(call, cudaError_t(status), skip); }
 EP_API void epe_set_free_bytes(uint64_t bytes) { epe::settings().free_bytes = bytes; }
 
 EP_API int epe_capture_begin(void* stream) { return epe::begin_capture(static_cast<cudaStream_t>(stream)); }

@@ -100,6 +100,11 @@ void hold_copies(bool shut);
 void let_copies(uint32_t count);  // while they are held back
 uint32_t held_copies();  // how many streams wait with one
 
+// Calls that fail because a test said so (failing.cpp): what this one answers, by its name. cudaSuccess: it does not.
+cudaError_t failing(const char* call);
+// All calls of this name after the next `skip` ones fail with this error, until it is cudaSuccess.
+void fail_call(const char* call, cudaError_t status, uint32_t skip);
+
 // Whether this thread may make a call that a capture in global mode forbids; if not, the capture is spoilt.
 bool allowed_in_capture();
 cudaError_t begin_capture(cudaStream_t stream);

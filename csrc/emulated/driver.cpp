@@ -30,7 +30,10 @@ bool device_of(int fd, int* device) {
   return sscanf(name, "/memfd:emulated-device-%d", device) == 1;
 }
 
+CUresult failing(const char* call) { return CUresult(epe::failing(call)); }
+
 CUresult create(CUmemGenericAllocationHandle* out, size_t bytes, const CUmemAllocationProp* p, unsigned long long) {
+  if (const CUresult bad = failing("cuMemCreate")) return bad;
   if (!bytes || bytes % kGranule) return CUDA_ERROR_INVALID_VALUE;
   char name[64];
   snprintf(name, sizeof name, "%s%d", kName + strlen("/memfd:"), p->location.id);
@@ -50,9 +53,11 @@ CUresult duplicate(int from, int* to) {
   return *to < 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult export_handle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
+  if (const CUresult bad = failing("cuMemExportToShareableHandle")) return bad;
   return duplicate(fd_of(handle), static_cast<int*>(out));
 }
 CUresult import_handle(CUmemGenericAllocationHandle* out, void* os_handle, CUmemAllocationHandleType) {
+  if (const CUresult bad = failing("cuMemImportFromShareableHandle")) return bad;
   int device, fd;
   if (!device_of(int(reinterpret_cast<uintptr_t>(os_handle)), &device)) return CUDA_ERROR_INVALID_VALUE;
   if (const CUresult bad = duplicate(int(reinterpret_cast<uintptr_t>(os_handle)), &fd)) return bad;
@@ -61,6 +66,7 @@ CUresult import_handle(CUmemGenericAllocationHandle* out, void* os_handle, CUmem
 }
 
 CUresult reserve(CUdeviceptr* out, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  if (const CUresult bad = failing("cuMemAddressReserve")) return bad;
   void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   *out = reinterpret_cast<CUdeviceptr>(p);
@@ -72,6 +78,7 @@ CUresult free_address(CUdeviceptr at, size_t bytes) {
   return munmap(reinterpret_cast<void*>(at), bytes) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult map(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+  if (const CUresult bad = failing("cuMemMap")) return bad;
   struct stat s;
   if (fstat(fd_of(handle), &s) || offset + bytes > size_t(s.st_size)) return CUDA_ERROR_INVALID_VALUE;
   void* p = mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd_of(handle), off_t(offset));
@@ -84,11 +91,8 @@ CUresult unmap(CUdeviceptr at, size_t bytes) {
   return p == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult set_access(CUdeviceptr at, size_t bytes, const CUmemAccessDesc*, size_t) {
+  if (const CUresult bad = failing("cuMemSetAccess")) return bad;
   return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
-CUresult granularity(size_t* out, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
-  *out = kGranule;
-  return CUDA_SUCCESS;
 }
 CUresult properties(CUmemAllocationProp* out, CUmemGenericAllocationHandle handle) {
   *out = {};
@@ -96,11 +100,6 @@ CUresult properties(CUmemAllocationProp* out, CUmemGenericAllocationHandle handl
   out->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   return device_of(fd_of(handle), &out->location.id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult error_string(CUresult status, const char** out) {
-  *out = status == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : status == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : "another error";
-  return CUDA_SUCCESS;
-}
-
 template <class F>
 void* as(F* ours, F* theirs) {  // one type: what is called through the table fits
   (void)theirs;
@@ -121,9 +120,7 @@ const struct {
     EPE_ENTRY(cuMemMap, map),
     EPE_ENTRY(cuMemUnmap, unmap),
     EPE_ENTRY(cuMemSetAccess, set_access),
-    EPE_ENTRY(cuMemGetAllocationGranularity, granularity),
     EPE_ENTRY(cuMemGetAllocationPropertiesFromHandle, properties),
-    EPE_ENTRY(cuGetErrorString, error_string),
 };
 
 }  // namespace

@@ -28,6 +28,15 @@ std::map<const void*, int>& shared_limits() {
   return *m;
 }
 
+cudaError_t allocate(const char* call, void** out, size_t bytes) {
+  if (!epe::allowed_in_capture()) return noted(cudaErrorStreamCaptureUnsupported);
+  if (const cudaError_t bad = epe::failing(call); bad != cudaSuccess) return noted(bad);
+  *out = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!*out) return noted(cudaErrorMemoryAllocation);
+  memset(*out, 0xa5, bytes);
+  return cudaSuccess;
+}
+
 constexpr int kUsualShared = 48 * 1024, kMostShared = 227 * 1024;
 
 }  // namespace
@@ -77,6 +86,11 @@ const char* CUDARTAPI cudaGetErrorString(cudaError_t status) {
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorNotReady: return "device not ready";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
+    case cudaErrorOperatingSystem: return "OS call failed or operation not supported on this OS";
+    case cudaErrorNvlinkUncorrectable: return "uncorrectable NVLink error detected during the execution";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
     default: return "another error of the emulated GPU";
@@ -84,12 +98,20 @@ const char* CUDARTAPI cudaGetErrorString(cudaError_t status) {
 }
 
 cudaError_t CUDARTAPI cudaGetDeviceCount(int* out) {
+  if (const cudaError_t bad = epe::failing("cudaGetDeviceCount"); bad != cudaSuccess) return noted(bad);
   *out = __builtin_cpu_supports("avx") ? int(epe::settings().devices) : 0;  // TaggedWord must be read and written whole
   return *out ? cudaSuccess : noted(cudaErrorNoDevice);
 }
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* out, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) return noted(cudaErrorInvalidValue);
-  *out = int(epe::settings().sms);
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *out = int(epe::settings().sms); return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: *out = 9; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *out = 0; return cudaSuccess;
+    default: return noted(cudaErrorInvalidValue);
+  }
+}
+cudaError_t CUDARTAPI cudaDeviceCanAccessPeer(int* out, int, int) {
+  *out = epe::failing("cudaDeviceCanAccessPeer") == cudaSuccess;
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaMemGetInfo(size_t* free, size_t* total) {
@@ -97,13 +119,7 @@ cudaError_t CUDARTAPI cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 
-cudaError_t CUDARTAPI cudaMalloc(void** out, size_t bytes) {
-  if (!epe::allowed_in_capture()) return noted(cudaErrorStreamCaptureUnsupported);
-  *out = aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (!*out) return noted(cudaErrorMemoryAllocation);
-  memset(*out, 0xa5, bytes);
-  return cudaSuccess;
-}
+cudaError_t CUDARTAPI cudaMalloc(void** out, size_t bytes) { return allocate("cudaMalloc", out, bytes); }
 cudaError_t CUDARTAPI cudaFree(void* p) {
   if (!epe::allowed_in_capture()) return noted(cudaErrorStreamCaptureUnsupported);
   if (p) epe::wait_for_device(epe::current_device());
@@ -111,7 +127,7 @@ cudaError_t CUDARTAPI cudaFree(void* p) {
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t bytes, unsigned) {
-  const cudaError_t bad = cudaMalloc(out, bytes);
+  const cudaError_t bad = allocate("cudaHostAlloc", out, bytes);
   if (bad == cudaSuccess) epe::note_pinned(*out, bytes);
   return bad;
 }
@@ -120,7 +136,7 @@ cudaError_t CUDARTAPI cudaFreeHost(void* p) {
   if (bad == cudaSuccess) epe::forget_pinned(p);
   return bad;
 }
-cudaError_t CUDARTAPI cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaHostRegister(void*, size_t, unsigned) { return noted(epe::failing("cudaHostRegister")); }
 cudaError_t CUDARTAPI cudaHostUnregister(void*) { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaHostGetDevicePointer(void** out, void* p, unsigned) {
   *out = p;
@@ -138,6 +154,7 @@ cudaError_t CUDARTAPI cudaMemcpy(void* to, const void* from, size_t bytes, cudaM
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+  if (const cudaError_t bad = epe::failing("cudaMemsetAsync"); bad != cudaSuccess) return noted(bad);
   epe::stream_of(stream).push([=] { memset(p, value, bytes); });
   return cudaSuccess;
 }
@@ -162,6 +179,8 @@ cudaError_t CUDARTAPI cudaMemcpyAsync(void* to, const void* from, size_t bytes, 
 // Has C linkage and another signature in CUDA's headers from one version to the next; csrc/cuda asks by name.
 cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
                                                        cudaDriverEntryPointQueryResult* result) {
+  *entry = nullptr;
+  if (const cudaError_t bad = epe::failing("cudaGetDriverEntryPointByVersion"); bad != cudaSuccess) return noted(bad);
   *entry = epe::driver_entry(name);
   if (result) *result = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from ctypes import CFUNCTYPE, POINTER, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -37,6 +37,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_held_copies": (c_uint32, ()),
     "epe_let_copies": (None, (c_uint32,)),
     "epe_set_free_bytes": (None, (c_uint64,)),
+    "epe_fail_call": (None, (c_char_p, c_int, c_uint32)),
     "epe_capture_begin": (c_int, (c_void_p,)),
     "epe_capture_end": (c_int, (c_void_p, POINTER(c_void_p))),
     "epe_graph_launch": (None, (c_void_p, c_void_p)),
@@ -146,6 +147,22 @@ def held_copies() -> int:
 def set_free_bytes(count: int) -> None:
     """The memory that every GPU says it has free."""
     api().epe_set_free_bytes(count)
+
+
+@contextlib.contextmanager
+def failing(call: str, status: int, skip: int = 0) -> Iterator[None]:
+    """Inside, calls of a function of CUDA fail, after the next `skip` ones of it.
+
+    Args:
+        call: its name; those that do (`epe::failing` in `csrc/emulated`) allocate, map and load.
+        status: the `cudaError_t`. For `cudaDeviceCanAccessPeer` any: it answers no.
+        skip: calls that do not fail yet.
+    """
+    api().epe_fail_call(call.encode(), status, skip)
+    try:
+        yield
+    finally:
+        api().epe_fail_call(call.encode(), 0, 0)
 
 
 def synchronize() -> None:

@@ -51,7 +51,7 @@ def test_a_view_whose_weights_are_not_in_the_arena_is_not_staged() -> None:
 
 def test_too_little_memory_is_refused_before_anything_is_attached() -> None:
     said, engine, wanted = run(f"{SCENES}:too_little_memory")
-    assert f"need {wanted} bytes and device 0 has {wanted - 1} free" in said
+    assert f"rank 0: {wanted} bytes are needed and device 0 has {wanted - 1} free" in said
     assert engine == 0
 
 
