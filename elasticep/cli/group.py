@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elasticep.cli.operator import ask, controller_options
+from elasticep.cli.operator import ask, controller_options, output_option, say
 from elasticep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ def command() -> None:
 
 
 @controller_options
+@output_option
 @command.command("create")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-def create(file: Path, **options: Any) -> None:
+def create(file: Path, output: str, **options: Any) -> None:
     """Create the group that FILE (TOML) describes, or confirm that it exists as described."""
     from elasticep.group import GroupConfig
     from elasticep.proto import controller_pb2
@@ -40,7 +41,8 @@ def create(file: Path, **options: Any) -> None:
         return (await stub.CreateGroup(request, timeout=timeout_s)).created
 
     created = ask(options, call)
-    click.echo(f"group {config.name} {'created' if created else 'exists with this config'}")
+    text = f"group {config.name} {'created' if created else 'exists with this config'}"
+    say(output, {"group": config.name, "created": created}, text)
 
 
 @controller_options

@@ -1,6 +1,7 @@
 """What the operator's commands share: finding the leader, and one call to it."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,7 +84,7 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
                     return await call(ControllerServiceStub(channel), max(0.1, left_s))
             except grpc.aio.AioRpcError as error:
                 heard[address] = _said(error)
-                if not isinstance(heard[address], (NotLeader, Unavailable)):
+                if _is_answer(error, heard[address]):
                     raise heard[address] from None
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise Unavailable(
@@ -112,9 +113,29 @@ def _said(error: "grpc.aio.AioRpcError") -> ElasticEPError:
     return typed_error(error, "the call")
 
 
+def _is_answer(call: "grpc.aio.AioRpcError", error: ElasticEPError) -> bool:
+    """Whether the leader said so, and no other would say better."""
+    from elasticep.rpc import error_info
+
+    told = error_info(call) is not None
+    return not isinstance(error, NotLeader) and (told or not isinstance(error, Unavailable))
+
+
 def _is_slow(error: ElasticEPError) -> bool:
     """Whether somebody took the connection, or may yet, and did not go on with it in time."""
     return "timeout occurred" in str(error).lower() or "timed out" in str(error)
+
+
+def output_option(command: click.Command) -> click.Command:
+    """Add `--output`, the form of what is answered."""
+    kinds = click.Choice(["text", "json"])
+    command.params.append(click.Option(["--output"], type=kinds, default="text", show_default=True))
+    return command
+
+
+def say(output: str, plain: dict[str, Any], text: str) -> None:
+    """Print an answer: as one JSON document, or in words."""
+    click.echo(json.dumps(plain, indent=2) if output == "json" else text)
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -120,18 +120,20 @@ def _group_dict(group: "GroupStatus") -> dict[str, Any]:
 
 def _print(answer: "GetClusterResponse") -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1_000  # who searches in it wants a sentence in one line
-    console.print(f"leader: {answer.leader}")
+    console.print(f"leader: {escape(answer.leader)}")
     nodes = Table("node", "domain", "daemon", "state", "heard", "", box=None, pad_edge=False)
     for node in answer.nodes:
         state = f"[{_NODE_COLOURS.get(node.state, 'white')}]{node.state}[/]"
         where = node.endpoint
-        told = (where.node, where.domain[:12], where.grpc_address, state, _heard(node))
-        nodes.add_row(*told, _kept(answer, where.node) if node.state == "gone" else "")
+        names = (where.node, where.domain[:12], where.grpc_address)
+        kept = _kept(answer, where.node) if node.state == "gone" else ""
+        nodes.add_row(*map(escape, names), state, _heard(node), escape(kept))
     if answer.nodes:
         console.print(nodes)
     for group in answer.groups:
@@ -178,7 +180,8 @@ def _group_parts(group: "GroupStatus") -> "list[RenderableType]":
         state = f"[{_COLOURS.get(rank.state, 'white')}]{rank.state}[/]"
         reason = escape(rank.reason)
         ranks.add_row(
-            str(rank.rank), str(rank.incarnation), rank.node, state, str(rank.epoch), reason
+            *(str(rank.rank), str(rank.incarnation), escape(rank.node)),
+            *(state, str(rank.epoch), reason),
         )
     if group.ranks:
         parts.append(ranks)

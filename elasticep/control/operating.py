@@ -46,7 +46,7 @@ async def rebalance(
     if ask is not None and paused:
         raise UsageError(
             f"group {request.group!r} is paused ({paused}), so nothing would be moved; resume it "
-            "first: elasticep rebalance --resume"
+            f"first: elasticep rebalance {request.group} --resume"
         )
     planned = await term.plan(job)
     if planned.error and ask is not None and ask.what == "import":

@@ -116,7 +116,7 @@ def test_a_replacement_takes_the_seats_of_a_node_that_is_off(run: Run) -> None:
                 assert [membership.seats[rank].node for rank in (2, 3)] == ["b", "b"]
                 told = await command("b", "--reason", "it burned")
                 assert told.output.endswith(
-                    "group g: ranks 2, 3 may be given to other nodes\nnode b is forgotten\n"
+                    "group g: ranks 2-3 may be given to other nodes\nnode b is forgotten\n"
                 )
                 await spare.until(lambda: all(orders(spare, rank, "grant") for rank in (2, 3)))
                 answer = await cluster(controller.address)

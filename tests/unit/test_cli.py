@@ -1,11 +1,14 @@
 """The command line as a whole: what every command has in common."""
 
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,10 +16,23 @@ import pytest
 from click.testing import CliRunner
 
 from elasticep.cli.main import cli
-from elasticep.errors import NotLeader, Unavailable
+from elasticep.errors import ElasticEPError, NotLeader, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
 from elasticep.rpc import DETAILS_KEY, status_of
 
+GROUP = """
+name = "g"
+initial_ranks = 2
+[geometry]
+layers = 2
+experts = 8
+topk = 2
+hidden = 64
+slots_per_rank = 8
+max_ranks = 2
+[exchanges.decode]
+preset = "ROUTED"
+"""
 OPERATORS = ("status", "drain g 0", "undrain g 0", "policy g", "rebalance g", "group show")
 
 
@@ -120,22 +136,90 @@ def test_a_simulation_that_makes_no_sense_is_refused(flags: str, said: str) -> N
 class Leader(controller_pb2_grpc.ControllerServiceServicer):
     """A controller with one group, one rank of which has a long story."""
 
+    def __init__(self, drain: Exception | None = None) -> None:
+        self.drain = drain
+
+    def CreateGroup(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return controller_pb2.CreateGroupResponse(created=True)
+
+    def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if isinstance(self.drain, ElasticEPError):
+            code, status = status_of(self.drain)
+            context.set_trailing_metadata(((DETAILS_KEY, status),))
+            context.abort(code, str(self.drain))
+        return controller_pb2.DrainResponse(epoch=3)
+
+    def Undrain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return controller_pb2.UndrainResponse()
+
+    def NodeOff(self, request: Any, context: Any) -> Any:  # noqa: N802
+        freed = controller_pb2.FreedSeats(group="g", ranks=[2, 3])
+        return controller_pb2.NodeOffResponse(freed=[freed])
+
     def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
         why = "memory needs 488727138304 bytes and 20037136384 are available; " * 5
         view = types_pb2.View(group="g", epoch=3)
-        rank = controller_pb2.RankStatus(rank=1, node="n", state="gone", reason=why.strip())
+        rank = controller_pb2.RankStatus(rank=1, node="n[/b]", state="gone", reason=why.strip())
         config = types_pb2.GroupConfig(name="g")
         group = controller_pb2.GroupStatus(config=config, view=view, ranks=[rank], history=[why])
-        return controller_pb2.GetClusterResponse(leader="c", groups=[group])
+        endpoint = types_pb2.NodeEndpoint(node="n[/b]", domain="[d]", grpc_address="[a]:1")
+        node = controller_pb2.NodeStatus(endpoint=endpoint, state="gone")
+        return controller_pb2.GetClusterResponse(leader="c[/b]", groups=[group], nodes=[node])
+
+
+@contextmanager
+def led(leader: Leader) -> Iterator[str]:
+    """Where a leader listens."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(leader, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
 
 
 def test_a_line_of_the_status_is_a_line_in_a_pipe() -> None:
-    with futures.ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        controller_pb2_grpc.add_ControllerServiceServicer_to_server(Leader(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        code, text = run(f"status --controllers 127.0.0.1:{port}")
-        server.stop(None).wait()
+    with led(Leader()) as address:
+        code, text = run(f"status --controllers {address}")
     assert code == 0, text
     assert [line.count("bytes") for line in text.splitlines() if "bytes" in line] == [5, 5], text
+    for name in ("leader: c[/b]", "n[/b]  [d]     [a]:1"):
+        assert name in text, "a name is no markup"
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "plain"),
+    [
+        (
+            "drain g 1,3-4",
+            "drained in group g: ranks 1, 3-4; epoch 3 is the first without",
+            {"group": "g", "ranks": [1, 3, 4], "epoch": 3},
+        ),
+        ("undrain g 2", "may join group g again: rank 2", {"group": "g", "ranks": [2]}),
+        (
+            "node off n",
+            "group g: ranks 2-3 may be given to other nodes\nnode n is forgotten",
+            {"node": "n", "freed": {"g": [2, 3]}},
+        ),
+        ("group create FILE", "group g created", {"group": "g", "created": True}),
+    ],
+)
+def test_what_operators_change_is_said_in_words_or_as_json(
+    line: str, text: str, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "g.toml"
+    file.write_text(GROUP)
+    line = line.replace("FILE", str(file))
+    with led(Leader()) as address:
+        assert run(f"{line} --controllers {address}") == (0, f"{text}\n")
+        code, said = run(f"{line} --controllers {address} --output json")
+        assert (code, json.loads(said)) == (0, plain)
+
+
+def test_a_leader_that_did_part_of_it_is_not_taken_for_none() -> None:
+    noted = Unavailable("the drain is noted, but no view without the ranks was proposed")
+    with led(Leader(drain=noted)) as address:
+        error = CliRunner().invoke(cli, ["drain", "g", "1", "--controllers", address]).exception
+    assert isinstance(error, Unavailable)
+    assert str(error) == str(noted)
