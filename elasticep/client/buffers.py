@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elasticep.client.arguments import whole
 from elasticep.client.received import WIRE
 from elasticep.errors import TensorError, UsageError
 from elasticep.native import abi
@@ -64,18 +65,18 @@ class Buffers:
         channel: int,
     ) -> torch.Tensor:
         exchange._session._check_usable()
-        if not 0 <= channel < exchange.spec.channels:
+        if not 0 <= whole("channel", channel) < exchange.spec.channels:
             raise UsageError(
                 f"exchange {exchange.name!r} has no channel {channel}; it has "
                 f"{exchange.spec.channels}"
             )
-        exchange._inputs.check_cap(tokens)  # one below 0 would count from the end
-        whole = self._whole.get((which, channel, dtype))
-        if whole is None:
+        exchange._inputs.check_cap(whole("tokens", tokens))  # one below 0 would count from the end
+        rows = self._whole.get((which, channel, dtype))
+        if rows is None:
             shape = (exchange.spec.max_tokens, width)
-            whole = _made(exchange, which, shape, dtype, code, channel)
-            self._whole[which, channel, dtype] = whole
-        return whole[:tokens]
+            rows = _made(exchange, which, shape, dtype, code, channel)
+            self._whole[which, channel, dtype] = rows
+        return rows[:tokens]
 
 
 def _usual(exchange: "Exchange") -> torch.dtype:

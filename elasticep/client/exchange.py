@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elasticep.client import compiled
+from elasticep.client.arguments import whole
 from elasticep.client.buffers import Buffers
 from elasticep.client.handle import DispatchInput
 from elasticep.client.inputs import CODES, Inputs, Rows
@@ -189,7 +190,8 @@ class Exchange:
 
         Raises:
             UsageError: `recv` is not what this channel's last dispatch returned.
-            TensorError: `out` does not fit.
+            TensorError: `out` does not fit, or lies in what dispatch returned: peers read there
+                still, or write their next rows.
             StepTorn: the step is torn.
         """
         if torch.compiler.is_compiling():
@@ -251,7 +253,7 @@ class Exchange:
                 f"dispatch on exchange {self.name!r} outside a step; put it into "
                 "`with session.step():`"
             )
-        if not 0 <= channel < len(self._flights):
+        if not 0 <= whole("channel", channel) < len(self._flights):
             raise UsageError(
                 f"exchange {self.name!r} has no channel {channel}; it has {len(self._flights)}"
             )
@@ -269,7 +271,8 @@ class Exchange:
 
     def _flight(self, channel: int, phase: str, call: str, before: str) -> Flight:
         self._session._check_usable()
-        flight = self._flights[channel] if 0 <= channel < len(self._flights) else None
+        known = 0 <= whole("channel", channel) < len(self._flights)
+        flight = self._flights[channel] if known else None
         if flight is None or flight.step is not self._session._step or flight.phase != phase:
             raise UsageError(
                 f"{call} on channel {channel} of exchange {self.name!r} without {before}; a "
@@ -304,7 +307,9 @@ class Exchange:
     def _sum(
         self, flight: Flight, channel: int, out: torch.Tensor | None, half: str
     ) -> torch.Tensor:
-        out = self._inputs.result(flight.tokens, flight.dtype, out)
+        recv = flight.received
+        shared = () if out is None or recv is None else (recv.rows, recv.out)
+        out = self._inputs.result(flight.tokens, flight.dtype, out, shared)
         self._drop(channel)
         try:
             self._combine(channel, out.data_ptr() or None, CODES[out.dtype], half)

@@ -3,6 +3,7 @@
 The checks run in every layer of every step, so what they compare with is worked out once.
 """
 
+from numbers import Real
 from typing import Final, NoReturn, TypeAlias
 
 import torch
@@ -67,12 +68,15 @@ class Inputs:
         """
         try:
             return self._checked(rows, ids, weights)
-        except AttributeError:
-            x, scales, _ = rows
+        except (AttributeError, TypeError, RuntimeError):
+            x, scales, global_scale = rows
             given = {"x": x, "x_scales": scales, "topk_ids": ids, "topk_weights": weights}
             for name, tensor in given.items():
                 if tensor is not None or name != "x_scales":
                     self._check_is_tensor(name, tensor)
+            number: object = global_scale
+            if not isinstance(number, Real):
+                self._wrong("global_scale", f"value {global_scale!r}", "a number above 0")
             raise
 
     def _checked(self, rows: Rows, ids: torch.Tensor, weights: torch.Tensor) -> DispatchInput:
@@ -126,11 +130,23 @@ class Inputs:
                 "split the batch, or create the group with a larger max_tokens"
             )
 
-    def result(self, tokens: int, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    def result(
+        self,
+        tokens: int,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+        shared: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
         """Where a combine writes to: `out`, or a new tensor of `dtype`.
 
+        Args:
+            tokens: how many rows it has.
+            dtype: of a new tensor.
+            out: what the engine passed.
+            shared: memory that other ranks use at that time.
+
         Raises:
-            TensorError: `out` does not fit.
+            TensorError: `out` does not fit, or lies in `shared`.
         """
         shape = (tokens, self._hidden)
         if out is None:
@@ -140,6 +156,14 @@ class Inputs:
         if out.shape != shape:
             self._wrong("out", f"shape {list(out.shape)}", str(list(shape)))
         self._check_memory("out", out)
+        start, count = out.data_ptr(), out.nbytes
+        for theirs in shared:
+            if start < theirs.data_ptr() + theirs.nbytes and theirs.data_ptr() < start + count:
+                self._wrong(
+                    "out",
+                    "memory of what dispatch returned",
+                    "some that other ranks neither read nor write, such as exchange.output(tokens)",
+                )
         return out
 
     def _check_scales(self, tokens: tuple[int, ...], scales: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """An exchange's calls, their order and what they refuse, against a double of the native session."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,31 @@ def test_a_layer_that_is_no_number_leaves_the_channel_free(session: Session, lay
     assert step.complete
 
 
+@pytest.mark.parametrize("channel", [1.0, "1", None])
+def test_a_channel_that_is_no_number_is_refused(session: Session, channel: Any) -> None:
+    exchange = session.exchange("decode")
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: exchange.dispatch(0, *batch(), channel=channel),
+        lambda: exchange.dispatch_recv(channel=channel),
+        lambda: exchange.combine_recv(channel=channel),
+        lambda: exchange.input(1, channel=channel),
+    )
+    with session.step() as step:
+        for call in calls:
+            with pytest.raises(UsageError, match=r"channel is .*; it must be a whole number"):
+                call()
+        exchange.combine(0, exchange.dispatch(0, *batch(), channel=np.int64(1)))
+    assert step.complete
+
+
 def test_tokens_that_are_no_number_below_the_cap_are_refused(session: Session) -> None:
     exchange = session.exchange("decode")
     for tokens in ("2", 2.0):
         with pytest.raises(UsageError, match=r"tokens is .*; it must be a whole number"):
             session.step(tokens)
     for buffer in (exchange.input, exchange.output):
+        with pytest.raises(UsageError, match=r"tokens is 2\.0; it must be a whole number"):
+            buffer(2.0)  # type: ignore[arg-type]
         for tokens in (-1, CAP + 1):
             with pytest.raises(CapExceeded, match=f"{tokens} tokens for exchange 'decode'"):
                 buffer(tokens)
@@ -147,12 +167,13 @@ def test_wrong_tensors_are_refused_before_anything_is_written(
     assert step.complete
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), "1", None, torch.ones(2)])
 def test_a_global_scale_that_is_none_is_refused(
-    session: Session, handle: DoubleHandle, scale: float
+    session: Session, handle: DoubleHandle, scale: Any
 ) -> None:
     exchange = session.exchange("decode")
-    with session.step(), pytest.raises(TensorError, match=r"global_scale .*it needs one above 0"):
+    wrong = r"global_scale .*; it needs (one|a number) above 0"
+    with session.step(), pytest.raises(TensorError, match=wrong):
         exchange.dispatch(0, *batch(), global_scale=scale)
     assert "dispatch_send" not in handle.names
 
@@ -173,6 +194,9 @@ def test_wrong_output_tensors_are_refused(session: Session) -> None:
         recv = exchange.dispatch(0, *batch())
         with pytest.raises(TensorError, match=r"out .*\[1, 8\]; it needs \[2, 8\]"):
             exchange.combine(0, recv, out=torch.empty(1, HIDDEN))
+        for shared in (recv.rows[1:3], recv.out.view(-1, HIDDEN)[:2]):  # peers may be there
+            with pytest.raises(TensorError, match=r"out .*memory of what dispatch returned; it n"):
+                exchange.combine(0, recv, out=shared)
         with pytest.raises(TensorError, match=r"out .*int64"):
             exchange.combine(0, recv, out=torch.empty((2, HIDDEN), dtype=torch.int64))
         with pytest.raises(TensorError, match=r"out .*type list; it needs a torch\.Tensor"):
