@@ -55,7 +55,7 @@ def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a dispatch delivered, as views of the region (rows until combine, the rest until dispatch).
+    """What a dispatch delivered, views of the region: rows until combine, all else until dispatch.
 
     Attributes:
         rows: [rows of room, row elements] in the dispatch dtype (bf16 and fp8 as unsigned ints).
