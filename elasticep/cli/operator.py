@@ -100,7 +100,13 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
             f"no controller leads within {timeout_s:g} s ({told}); name all of them with "
             "--controllers, and see their logs: does etcd answer them?"
         )
-    raise Unavailable(f"no controller answered ({told}); is `elasticep controller` running?")
+    remedy = "is `elasticep controller` running?"
+    if any(_hung_up(error) for error in heard.values()):
+        remedy = (
+            "who listens there wants other certificates, or none: look at --tls-cert, --tls-key "
+            "and --tls-ca, when they run out, and whether both sides use TLS"
+        )
+    raise Unavailable(f"no controller answered ({told}); {remedy}")
 
 
 def _said(error: "grpc.aio.AioRpcError") -> ElasticEPError:
@@ -136,6 +142,11 @@ def output_option(command: click.Command) -> click.Command:
 def say(output: str, plain: dict[str, Any], text: str) -> None:
     """Print an answer: as one JSON document, or in words."""
     click.echo(json.dumps(plain, indent=2) if output == "json" else text)
+
+
+def _hung_up(error: ElasticEPError) -> bool:
+    """Whether somebody took the connection and broke off before it answered."""
+    return "Socket closed" in str(error) or "handshake failed" in str(error)
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -101,6 +101,18 @@ def test_controllers_that_are_there_and_do_not_lead_are_told_from_none(standby: 
     assert "running" not in str(error)
 
 
+def test_who_hangs_up_is_not_taken_for_nobody() -> None:
+    with socket.socket() as listening, futures.ThreadPoolExecutor(1) as pool:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        pool.submit(lambda: listening.accept()[0].close())  # as one that refuses a certificate
+        line = f"status --timeout 5 --controllers 127.0.0.1:{listening.getsockname()[1]}"
+        error = CliRunner().invoke(cli, line.split()).exception
+    assert isinstance(error, Unavailable)
+    assert "look at --tls-cert" in str(error)
+    assert "running" not in str(error)
+
+
 def test_a_controller_that_is_slow_to_take_a_connection_is_asked_again() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
