@@ -17,11 +17,27 @@ def is_local(name: str) -> bool:
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process of this name is certainly gone. False for other hosts, and for ""."""
+    """Whether the process of this name is certainly gone. False for other hosts, for "", and for
+    one of another user that is hidden from this one (systemd's ProtectProc, hidepid).
+    """
     if not is_local(name):
         return False
     _, pid, started = name.rsplit(":", 2)
-    return not pid.isdigit() or _started(int(pid)) != started
+    if not pid.isdigit():
+        return True
+    seen = _started(int(pid))
+    return seen != started and (bool(seen) or not _is_hidden(int(pid)))
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process, and /proc does not show it."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return False  # of this user, so it would be shown: it is a zombie
 
 
 def _place() -> str:

@@ -37,6 +37,22 @@ def test_a_pid_that_was_given_out_anew_is_another_process() -> None:
     assert process.is_gone(f"{place}:{pid}:{int(started) - 1}")
 
 
+def test_a_process_that_is_hidden_from_this_user_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by ProtectProc=invisible in the unit, of a controller that another user runs."""
+    place, _, started = process.identity().rsplit(":", 2)
+
+    def denied(pid: int, number: int) -> None:
+        assert number == 0
+        raise PermissionError
+
+    monkeypatch.setattr(process, "_started", lambda pid: "")
+    assert process.is_gone(f"{place}:{2**22 + 1}:{started}"), "beyond any pid"
+    monkeypatch.setattr(os, "kill", denied)
+    assert not process.is_gone(f"{place}:{2**22 + 1}:{started}")
+
+
 def test_nothing_is_known_of_processes_elsewhere() -> None:
     _, pid, started = process.identity().rsplit(":", 2)
     for name in ("", "x", f"other-boot:1:{pid}:{started}", f":{pid}:0"):
