@@ -26,6 +26,7 @@ TAKEOVER_GRACE_MS: Final = 3_000
 FORGET_MS: Final = 60_000
 MAX_NODES: Final = 4_096  # that said hello and are not forgotten; their endpoints are kept
 MAX_GROUPS: Final = 256
+MAX_SEATS: Final = 4_096  # of one node
 _DEFAULT_HEARTBEAT_MS: Final = 500
 _MOST_HEARTBEAT_MS: Final = 500  # a node leaves a controller that it has not heard for 3 s
 
@@ -200,8 +201,9 @@ class Cluster:
     def report(self, group: str, event: ev.Event, now_ms: int) -> Outcomes:
         """What a node says of a rank, or an operator's drain."""
         if isinstance(event, ev.SeatChanged):
-            key = (group, event.report.rank)
-            self.nodes[event.node].seats[key] = event.report
+            key, seats = (group, event.report.rank), self.nodes[event.node].seats
+            if key in seats or len(seats) < MAX_SEATS:
+                seats[key] = event.report
         if group not in self.groups:
             return []  # a node may offer seats to a group that is not made yet
         if isinstance(event, ev.LoadReport):

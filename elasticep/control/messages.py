@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elasticep.control import events as ev
+from elasticep.control.cluster import MAX_SEATS
 from elasticep.control.events import SeatReport, SeatState
 from elasticep.control.loads import MAX_REPORT_BYTES
 from elasticep.control.records import Endpoint
@@ -12,7 +13,6 @@ from elasticep.group import GroupConfig
 from elasticep.policies import Policies
 from elasticep.proto import controller_pb2, types_pb2
 
-MAX_SEATS: Final = 4_096  # of one node
 MAX_EXPERTS: Final = 65_536  # named in one answer
 # Whatever nodes know, a leader goes on from: it must be able to, for longer than anything runs.
 _MOST_INCARNATION: Final = 1 << 31
@@ -97,6 +97,8 @@ def read_events(node: str, message: controller_pb2.NodeMessage) -> list[tuple[st
         return [(rank.group, _progressed(node, rank)) for rank in message.heartbeat.ranks]
     if body == "load":
         return [(message.load.group, _load(node, message.load))]
+    if body is None and message.ByteSize():
+        return []  # of a later version: daemons may be upgraded before this controller is
     raise ConfigError(f"node {node} sent {body or 'an empty message'}, which has no place here")
 
 

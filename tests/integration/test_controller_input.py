@@ -120,6 +120,20 @@ def test_numbers_that_nothing_could_follow_are_refused(run_memory: Run) -> None:
     run_memory(scenario)
 
 
+def test_what_a_later_version_says_is_passed_over(run_memory: Run) -> None:
+    async def scenario(bench: Bench) -> None:
+        async with formed(bench) as (_, nodes):
+            later = NodeMessage()
+            later.MergeFromString(b"\xfa\x07\x03new")  # field 127, which there is none of yet
+            assert later.WhichOneof("body") is None
+            nodes.nodes["b"].send(later)
+            nodes.of(3).kill(3)
+            await nodes.until(lambda: nodes.epoch == 2)
+            assert nodes.nodes["b"].sessions == 1, nodes.nodes["b"].error
+
+    run_memory(scenario)
+
+
 def test_a_session_takes_the_place_of_the_nodes_earlier_one(run_memory: Run) -> None:
     async def scenario(bench: Bench) -> None:
         async with formed(bench) as (controller, nodes):

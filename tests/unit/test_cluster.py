@@ -216,6 +216,16 @@ def test_groups_are_made_once_and_are_not_too_many(monkeypatch: pytest.MonkeyPat
         cluster.create_group(other, 0)
 
 
+def test_what_a_node_says_of_seats_that_no_group_has_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_module, "MAX_SEATS", 3)
+    cluster = started()
+    for rank in range(9):
+        cluster.report("none", ev.SeatChanged("a", SeatReport(rank, 0, SeatState.EMPTY)), 0)
+    assert len(cluster.nodes["a"].seats) == 3
+
+
 def test_nodes_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = started()
     monkeypatch.setattr(cluster_module, "MAX_NODES", 2)
