@@ -32,7 +32,7 @@ from elasticep.demo.settings import (
 )
 from elasticep.demo.spawn import EngineProcess, fork_engine, preload
 from elasticep.demo.wire import Message, assignment_fields
-from elasticep.errors import Unavailable
+from elasticep.errors import ConfigError, Unavailable
 from elasticep.testing.cluster import CONTROLLER, Cluster, daemon_name
 from elasticep.testing.etcd import find_etcd
 
@@ -123,7 +123,11 @@ class Demo:
         self._model = build_model(s.sizes, s.seed)
         if s.scenario is Scenario.REBALANCE:
             skew_router(self._model, s.sizes)
-        save_model(self._model, self._cluster.checkpoint)
+        try:
+            save_model(self._model, self._cluster.checkpoint)
+        except ConfigError:
+            self._cluster.events()  # if it ended, that is the error: its folder went, too
+            raise
         self._display.event(
             f"built Qwen3MoeForCausalLM: {s.sizes.layers} layers, {s.sizes.experts} experts, "
             f"top-{s.sizes.topk}, fp32, seed {s.seed}"
@@ -301,8 +305,7 @@ class Demo:
     def _killed_unit(self) -> str:
         """The part of the cluster that is killed, if it is one."""
         daemon = daemon_name(self._cluster.node_of(self.victim))
-        units = {Kill.DAEMON: daemon, Kill.CONTROLLER: CONTROLLER}
-        return units.get(self._settings.kill, "")
+        return {Kill.DAEMON: daemon, Kill.CONTROLLER: CONTROLLER}.get(self._settings.kill, "")
 
     @property
     def _controller(self) -> str:
@@ -394,9 +397,7 @@ class Demo:
     # ---- the end
 
     def _finished(self) -> bool:
-        if not self._journal.done:
-            return False
-        return self._script is None and not self._drain.under_way
+        return self._journal.done and self._script is None and not self._drain.under_way
 
     def _stop_engines(self) -> None:
         """All leave after the same step, so that nobody waits for one who is gone."""

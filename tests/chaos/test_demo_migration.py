@@ -1,10 +1,12 @@
 """Source, target or a daemon is killed in the middle of a migration, while the demo decodes."""
 
 import json
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
+
+from elasticep.testing.demos import run_demo
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -12,20 +14,17 @@ pytestmark = [pytest.mark.timeout(420), pytest.mark.long]
 
 
 @pytest.mark.parametrize(("kill", "victim"), [("worker", "source"), ("daemon", "target")])
-def test_a_rebalance_survives_a_kill_in_mid_migration(kill: str, victim: str) -> None:
+def test_a_rebalance_survives_a_kill_in_mid_migration(
+    tmp_path: Path, kill: str, victim: str
+) -> None:
     """Under load: other sources go on, no token changes, and no step but the torn one is long.
 
     How long steps may take is judged by what they take otherwise, which a busy machine makes
     uneven: as much as that is allowed here.
     """
-    command = [sys.executable, "-m", "elasticep.cli.main", "demo", "--scenario", "rebalance"]
-    options = ["--kill", kill, "--victim", victim, "--tokens", "40", "--timeout", "360"]
-    done = subprocess.run(
-        [*command, *options, "--output", "json"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    arguments = ["--scenario", "rebalance", "--kill", kill, "--victim", victim]
+    options = ["--tokens", "40", "--timeout", "360", "--output", "json"]
+    done = run_demo([*arguments, *options], tmp_path, dict(os.environ), timeout_s=400.0)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["tokens_identical"], report

@@ -9,10 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from elasticep.testing.demos import DemoRun, run_demo, start_demo
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -42,12 +45,12 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def users_of(folder: Path) -> list[str]:
-    """Processes whose environment or command line names the folder."""
+    """Processes that work in the folder, or whose environment or command line names it."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes()
-            told = line + (process / "environ").read_bytes()
+            told = line + (process / "environ").read_bytes() + os.readlink(process / "cwd").encode()
         except OSError:
             continue
         if os.fsencode(str(folder)) in told and int(process.name) != os.getpid():
@@ -65,14 +68,18 @@ def left_behind(folder: Path) -> list[str]:
         select.select([], [], [], 0.05)
 
 
-def run_demo(folder: Path, *arguments: str, **variables: str) -> dict[str, Any]:
-    done = subprocess.run(
-        command(*arguments, "--output", "json", "--timeout", "360"),
-        env=environment(folder, **variables),
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
+def good_demo(folder: Path, *arguments: str, **variables: str) -> dict[str, Any]:
+    done = demo(folder, *arguments, "--output", "json", "--timeout", "360", **variables)
+    return report_of(folder, done)
+
+
+def demo(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    return run_demo(arguments, folder, environment(folder, **variables), timeout_s=380.0)
+
+
+def report_of(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a run tells that went well."""
     assert done.returncode == 0, done.stderr + done.stdout
     assert left_behind(folder) == []
     report: dict[str, Any] = json.loads(done.stdout)
@@ -93,7 +100,7 @@ def test_ranks_come_back_join_and_are_drained_under_load(
 
     Two joiners may come in with one view or with one each, so an epoch may be missing.
     """
-    report = run_demo(folder, "--ranks", "4", "--scenario", scenario, "--tokens", "12")
+    report = good_demo(folder, "--ranks", "4", "--scenario", scenario, "--tokens", "12")
     assert report["epochs"][-1] in (epochs[-1], epochs[-1] - 1)
     assert report["details"]["scenario"] == scenario
 
@@ -107,7 +114,7 @@ def test_experts_move_by_their_load_and_steps_go_on(folder: Path) -> None:
     """
     arguments = ("--ranks", "4", "--scenario", "rebalance", "--tokens", "100")
     rate = 100_000
-    report = run_demo(folder, *arguments, ELASTICEP_DAEMON_WEIGHTS_RATE=str(rate))
+    report = good_demo(folder, *arguments, ELASTICEP_DAEMON_WEIGHTS_RATE=str(rate))
     figures = report["details"]["rebalance"]
     assert figures["done"]
     assert figures["moves"] > 0
@@ -128,7 +135,7 @@ def test_experts_move_by_their_load_and_steps_go_on(folder: Path) -> None:
 def test_dead_rank_costs_no_request_and_changes_no_token(
     folder: Path, kill: str, ranks: int
 ) -> None:
-    report = run_demo(folder, "--ranks", str(ranks), "--kill", kill, "--tokens", "10")
+    report = good_demo(folder, "--ranks", str(ranks), "--kill", kill, "--tokens", "10")
     assert (report["ranks"], report["nodes"], report["killed"]) == (ranks, 2, kill)
     assert report["tokens_total"] == ranks * 3 * 10
     assert report["epochs"] == [1, 2]
@@ -146,7 +153,7 @@ def test_experts_that_only_the_dead_rank_had_are_restored(
 ) -> None:
     """No replica: survivors wait for the dead rank's 4 experts of each layer, no longer."""
     arguments = ("--scenario", "lost-expert", "--restore", restore, "--tokens", "10")
-    report = run_demo(folder, *arguments)
+    report = good_demo(folder, *arguments)
     assert report["details"]["restored"] == {source: 16}
     assert report["epochs"] == [1, 2]
     assert report["steps_repeated"] >= 1
@@ -155,7 +162,7 @@ def test_experts_that_only_the_dead_rank_had_are_restored(
 
 @pytest.mark.parametrize("kill", ["daemon", "controller"])
 def test_death_off_the_data_path_is_not_even_noticed(folder: Path, kill: str) -> None:
-    report = run_demo(folder, "--kill", kill, "--tokens", "10")
+    report = good_demo(folder, "--kill", kill, "--tokens", "10")
     assert report["epochs"] == [1]
     assert report["steps_repeated"] == 0
     assert report["detect_ms"] is None
@@ -163,29 +170,31 @@ def test_death_off_the_data_path_is_not_even_noticed(folder: Path, kill: str) ->
 
 
 def test_one_rank_alone(folder: Path) -> None:
-    report = run_demo(folder, "--ranks", "1", "--kill", "none", "--tokens", "4")
+    """As it is typed: other runs here begin in a process that has imported everything."""
+    done = subprocess.run(
+        command("--ranks", "1", "--kill", "none", "--tokens", "4", "--output", "json"),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    report = report_of(folder, done)
     assert report["recover_ms"] is None
     assert report["tokens_total"] == 12
 
 
 @pytest.fixture
-def endless(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo in the middle of decoding, without an end in sight."""
-    demo = subprocess.Popen(
-        command("--kill", "none", "--tokens", "1000", "--output", "json", "--timeout", "360"),
-        env=environment(folder),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert demo.stderr is not None
-    with demo.stderr:
-        try:
-            wait_for_line(demo.stderr, "members [0, 1, 2, 3]")
-            yield demo
-        finally:
-            demo.kill()
-            demo.wait()
+def endless(folder: Path) -> Iterator[tuple[DemoRun, IO[str]]]:
+    """A demo in the middle of decoding, without an end in sight, and what it says."""
+    arguments = ("--kill", "none", "--tokens", "1000", "--output", "json", "--timeout", "360")
+    reading, writing = os.pipe()
+    with open(reading) as errors, open(os.devnull, "wb") as out:
+        with open(writing, "wb") as told:
+            environ = environment(folder)
+            run = start_demo(arguments, folder, environ, stdout=out, stderr=told)
+        with closing(run):
+            wait_for_line(errors, "members [0, 1, 2, 3]")
+            yield run, errors
 
 
 def wait_for_line(stream: IO[str], words: str) -> None:
@@ -199,24 +208,27 @@ def wait_for_line(stream: IO[str], words: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_demo_that_is_ended_leaves_nothing_behind(
-    folder: Path, endless: subprocess.Popen[str], number: int
+    folder: Path, endless: tuple[DemoRun, IO[str]], number: int
 ) -> None:
-    assert any("elasticep.runtime.worker" in user for user in users_of(folder))
-    endless.send_signal(number)
-    assert endless.wait(120) != 0
+    run, _ = endless
+    users = users_of(folder)
+    assert any("elasticep.runtime.worker" in user for user in users)
+    assert sum("elasticep.testing.demos" in user for user in users) == 1 + 4  # and its engines
+    run.send_signal(number)
+    assert run.wait(120.0) != 0
     assert left_behind(folder) == []
 
 
 def test_supervisor_that_is_killed_ends_the_demo_and_leaves_nothing_behind(
-    folder: Path, endless: subprocess.Popen[str]
+    folder: Path, endless: tuple[DemoRun, IO[str]]
 ) -> None:
+    run, errors = endless
     supervisor = next(
         int(user.split(":")[0]) for user in users_of(folder) if "testing.supervisor" in user
     )
     os.kill(supervisor, signal.SIGKILL)
-    assert endless.stderr is not None
-    wait_for_line(endless.stderr, "error: UNAVAILABLE: the supervisor of the local cluster ended")
-    assert endless.wait(120) == 1
+    wait_for_line(errors, "error: UNAVAILABLE: the supervisor of the local cluster ended")
+    assert run.wait(120.0) == 1
     assert left_behind(folder) == []
 
 
@@ -230,13 +242,7 @@ def test_supervisor_that_is_killed_ends_the_demo_and_leaves_nothing_behind(
 def test_failed_start_says_why_and_leaves_nothing_behind(
     folder: Path, etcd: str, message: str
 ) -> None:
-    done = subprocess.run(
-        command("--output", "json"),
-        env=environment(folder, ELASTICEP_ETCD=etcd),
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
+    done = demo(folder, "--output", "json", ELASTICEP_ETCD=etcd)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stdout == ""
