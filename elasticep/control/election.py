@@ -249,11 +249,20 @@ class Election:
         """Return when the leader key is not ours any more."""
         async with aclosing(self._store.watch(LEADER, after_revision=lead.revision)) as changes:
             async for _ in changes:
-                with suppress(*STORE_ERRORS):
-                    held = await self._store.get(LEADER, deadline_s=_CALL_S)
-                    if held is None or held.create_revision != lead.revision:
-                        self._log.warning("lead.lost", reason="the leader key is not ours any more")
-                        return
+                if not await self._is_ours(lead):
+                    self._log.warning("lead.lost", reason="the leader key is not ours any more")
+                    return
+
+    async def _is_ours(self, lead: Lead) -> bool:
+        """Look at the leader key until the store answers: a change is told once, and the lease may
+        outlast the key.
+        """
+        while True:
+            try:
+                held = await self._store.get(LEADER, deadline_s=_CALL_S)
+                return held is not None and held.create_revision == lead.revision
+            except STORE_ERRORS:
+                await asyncio.sleep(_RETRY_S)
 
     async def resign(self, lead: Lead) -> None:
         """Give the lead back at once, so that a standby need not wait for the lease."""

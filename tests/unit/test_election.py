@@ -13,8 +13,9 @@ import structlog
 from elasticep.control import election, process
 from elasticep.control.election import Candidate, Election
 from elasticep.control.records import LEADER
-from elasticep.control.store import Delete, MemoryStore, Put
+from elasticep.control.store import Delete, KeyValue, MemoryStore, Put
 from elasticep.control.store.memory import MemoryBackend
+from elasticep.errors import Unavailable
 
 
 def test_a_process_is_gone_when_it_is_and_not_before() -> None:
@@ -104,13 +105,28 @@ def test_nobody_waits_for_the_lease_of_a_process_that_is_gone(when: str) -> None
         die()
 
 
-def test_a_leader_whose_key_was_taken_away_gives_up_without_writing_anything() -> None:
+class Deaf(MemoryStore):
+    """Reads have no answer as often as `missed` says, and then they have."""
+
+    missed = 0
+
+    async def get(self, key: str, *, deadline_s: float = 5.0) -> KeyValue | None:
+        if self.missed:
+            self.missed -= 1
+            raise Unavailable("a test")
+        return await super().get(key, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("missed", [0, 2])
+def test_a_leader_whose_key_was_taken_away_gives_up_without_writing_anything(missed: int) -> None:
     async def scenario() -> None:
         backend = MemoryBackend(clock=lambda: 0.0)  # no lease ever ends
-        store = MemoryStore(backend)
+        store = Deaf(backend)
         leader = Election(store, Candidate.new("c", "host:1"), 60, structlog.get_logger())
         lead = await leader.campaign()
         holding = asyncio.ensure_future(leader.hold(lead))
+        await waits(lambda: bool(backend.changes()._waiters), "it watches its key")
+        store.missed = missed
         await store.transact((), (Delete(LEADER),), deadline_s=60.0)
         async with asyncio.timeout(60.0):
             await holding
