@@ -13,6 +13,7 @@ from tests.gpu.weights_engine import Engine, main
 
 SLOW_RANK = 0
 _LOOK_S = 0.02
+_PAUSE_S = 0.05
 
 
 def obey(bus: Path) -> None:
@@ -30,7 +31,10 @@ def obey(bus: Path) -> None:
 
 
 class SlowEngine(Engine):
-    """The bus of one rank is slow."""
+    """The bus of one rank is slow; steps are few, because nothing here hangs on them."""
+
+    def between(self) -> None:
+        threading.Event().wait(_PAUSE_S)
 
     def attach(self, *, bus: str, rank: int, **others: Any) -> dict[str, float]:
         attached = super().attach(rank=rank, **others)

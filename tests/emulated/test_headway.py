@@ -1,7 +1,6 @@
 """Copies to a GPU that take longer than a member has for staging a view: a whole cluster."""
 
 import json
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def test_who_copies_to_its_gpu_for_long_is_not_late_and_who_stands_still_is(
         running.bus(str(BETWEEN_MS))
         running.ask(view, 2)
         epoch = wait_for(lambda: running.copying()[0], "word of copies")
-        began, seen = time.monotonic(), set()
+        before_s, seen = view["copied"]["seconds"], set()
 
         def over() -> bool:
             view, *sizes = running.copying()
@@ -117,10 +116,9 @@ def test_who_copies_to_its_gpu_for_long_is_not_late_and_who_stands_still_is(
             return view != epoch
 
         wait_for(over, "the copies to end", SLOW_S)
-        took_ms = (time.monotonic() - began) * 1000
         view = first.until(SLOW_S, event="view", epoch=epoch, members=[0, 1])
         second.until(SLOW_S, event="view", epoch=epoch, members=[0, 1])
-        assert took_ms > STAGE_TIMEOUT_MS
+        assert (view["copied"]["seconds"] - before_s) * 1000 > STAGE_TIMEOUT_MS
         (total,) = {total for _, total in seen}
         assert total == COPIES * view["copied"]["bytes"] // view["copied"]["slots"] // 2
         assert len(seen) > 5

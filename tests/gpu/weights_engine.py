@@ -186,6 +186,9 @@ class Engine:
             model.fresh()
         return epoch
 
+    def between(self) -> None:
+        """Before each replay."""
+
     def serve(self, tokens: int) -> dict[str, Any]:
         """Replays of one captured step until the parent says "stop"; tells of every new view."""
         model = Model(self.session, self.checkpoint, tokens)
@@ -198,6 +201,7 @@ class Engine:
         tell(event="serving")
         epoch = complete = torn = here = 0
         while not told("stop"):
+            self.between()
             model.fresh()
             step = self.session.replay(graph, captured)  # type: ignore[arg-type]
             if not step.complete:
