@@ -28,6 +28,7 @@ KINDS: Final[dict[str, int]] = {
     "jump-clock": 2,
     "store-outage": 3,
     "slow-store": 3,
+    "full-store": 2,
     "compact-store": 1,
     "cut-node": 3,
     "cut-controller": 3,
@@ -217,6 +218,10 @@ class Injector:
         self._w.server.slow_s = (fault.target % 600) / 1_000
         self._later(fault, lambda: setattr(self._w.server, "slow_s", 0.0))
 
+    def _full_store(self, fault: Fault) -> None:
+        self._w.server.full = True
+        self._later(fault, lambda: setattr(self._w.server, "full", False))
+
     def _compact_store(self, fault: Fault) -> None:
         self._w.server.backend.compact()
 
@@ -295,7 +300,7 @@ class Injector:
         w.net.slow_share, w.net.lost_share = 0.01, 0.0
         for shared in w.groups.values():
             shared.mend()
-        w.server.slow_s = 0.0
+        w.server.slow_s, w.server.full = 0.0, False
         w.server.backend.set_available(True)
         w.net.heal(set(w.net.cut))
         for controller in w.controllers:

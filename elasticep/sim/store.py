@@ -35,6 +35,7 @@ class StoreServer:
     Attributes:
         backend: data and leases.
         slow_s: what a slow disk adds to every call.
+        full: it takes no writes; reads and renewals of leases go on, as with etcd.
         trusting: planted bug: nobody's right to write is looked at.
     """
 
@@ -44,12 +45,33 @@ class StoreServer:
         self.checker = checker
         self.backend = MemoryBackend(loop.time)
         self.slow_s = 0.0
+        self.full = False
+        self._overflowed = False  # by the write that filled it, which it has
         self.trusting = False
 
     def transact(
         self, who: str, compares: Sequence[Compare], operations: Sequence[Operation]
     ) -> Committed:
         """Carry out a transaction, and see that no deposed leader's succeeds."""
+        writes = any(isinstance(op, Put) for op in operations)
+        self._overflowed = self._overflowed and self.full
+        if self.full and writes and self._overflowed:
+            raise Unavailable("the store is full")
+        done = self._transact(who, compares, operations)
+        if self.full and writes and done.succeeded:
+            self._overflowed = True
+            raise Unavailable("the store is full")  # and yet it was carried out
+        return done
+
+    def grant(self, ttl_s: int) -> int:
+        """A lease."""
+        if self.full:
+            raise Unavailable("the store is full")
+        return self.backend.grant(ttl_s)
+
+    def _transact(
+        self, who: str, compares: Sequence[Compare], operations: Sequence[Operation]
+    ) -> Committed:
         guard = next((c for c in compares if c.key == LEADER), None)
         held = self.backend.get(LEADER)
         done = self.backend.transact(() if self.trusting else compares, operations)
@@ -152,8 +174,8 @@ class SimStore:
 
     async def lease_grant(self, ttl_s: int, *, deadline_s: float = DEFAULT_DEADLINE_S) -> int:
         """See `Store.lease_grant`."""
-        backend = self._server.backend
-        return await self._call("a lease grant", deadline_s, lambda: backend.grant(ttl_s))
+        server = self._server
+        return await self._call("a lease grant", deadline_s, lambda: server.grant(ttl_s))
 
     async def lease_keepalive(self, lease: int, *, deadline_s: float = DEFAULT_DEADLINE_S) -> float:
         """See `Store.lease_keepalive`."""
