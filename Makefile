@@ -10,14 +10,19 @@ EXTRAS ?= local,cuda,nixl,engines,plot,dev
 ELASTICEP_CUDA ?= AUTO
 JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
-# Two at a time: most tests wait for processes. The slow files come first in their names' order.
+# Files at a time: most tests wait for processes.
 PYTEST_WORKERS ?= 2
+# Random schedules of faults that the simulator runs in the long tests.
+SCHEDULES ?= 2000
+export ELASTICEP_TEST_SCHEDULES := $(SCHEDULES)
+# Tests start hundreds of processes; without it each would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BUILD := build/native
 CMAKE := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 NINJA := $(or $(shell command -v ninja),$(VENV)/bin/ninja)
 
-.PHONY: build native demo test test-long lint format proto gpu-build test-gpu gpu-acceptance model sim wheel clean distclean
+.PHONY: build native demo test test-long test-all lint format proto gpu-build test-gpu gpu-acceptance model sim wheel clean distclean
 .DEFAULT_GOAL := build
 
 build: native
@@ -71,9 +76,13 @@ endif
 test: build lint
 	$(PY) $(TESTS) -m "not long" $(PYTEST_ARGS) $(OR_AGAIN)
 
-# Thousands of schedules and instances, and the longest runs of the demo; CI runs them after `test`.
+# Thousands of schedules and instances, and the longest runs of the demo.
 test-long: build
 	$(PY) $(TESTS) -m long $(PYTEST_ARGS) $(OR_AGAIN)
+
+# Both in one run, as CI does: `make -j2 test-all` checks types while it compiles.
+test-all: build lint
+	$(PY) $(TESTS) $(PYTEST_ARGS) $(OR_AGAIN)
 
 lint: $(DEPS)
 	$(PY) -m ruff check .

@@ -14,6 +14,8 @@ from elasticep.testing import emulated_cuda
 
 TEST_LIMIT_S = 240.0
 GPU_TESTS = Path(__file__).parent / "gpu"
+# One worker runs all of a file (`--dist loadfile`): what takes longest begins first.
+FIRST = {"test_simulator.py", "test_demo.py", "test_placement_properties.py"}
 TORCH = {
     "test_client.py",
     "test_case_22_capturing_and_replaying_takes_no_memory",
@@ -53,6 +55,7 @@ def cuda_devices() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
     has_gpu = None
     for item in items:
         # Nothing may hang the suite. A test that needs longer says so with its own mark.

@@ -17,8 +17,7 @@ _SOON_S: Final = 60.0
 _ON_TERMINAL: Final = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", "elasticep.cli.main", *sys.argv[2:]])
 """
 
