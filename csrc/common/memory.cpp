@@ -175,7 +175,10 @@ int ep_header_grant(ep_header_map* map, uint32_t inc) {
     futex_wake(lock->word);
   }
   for (auto& s : h.staged) s.store(0);
-  for (auto& c : h.command) c.posted.store(c.done.load());
+  for (auto& c : h.command) {
+    c.posted.store(c.done.load());
+    c.cancelled.store(0);  // it may name a number that the next command has
+  }
   h.epoch.store(0);
   h.wait.phase.store(0);
   h.wait.owner.store(0);

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticep.errors import DaemonUnavailable, Fenced, StepTimeout
+from elasticep.errors import DaemonUnavailable, Fenced, NativeError, StepTimeout
 from elasticep.native import abi
 from elasticep.native.region import loads_offset
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.placements import spread
+from elasticep.testing.processes import stop
 from elasticep.testing.raw import RawSession
 from elasticep.testing.scene import timeouts
 from elasticep.testing.small import exchange, geometry
@@ -181,6 +182,28 @@ def test_a_late_mark_for_its_predecessor_does_not_expel_a_new_incarnation() -> N
                 waiting.result(60)
         for session in sessions:
             session.close()
+
+
+def test_a_command_that_an_earlier_engine_gave_up_is_none_of_the_next_one() -> None:
+    """Its worker died without an answer, so that the next command has the number again."""
+    g = geometry(1, exchange(), launch=abi.Launch.SERVICE)
+    with LocalGroup(g, timeouts=timeouts()) as group, ThreadPoolExecutor(1) as thread:
+        old = group.session(0)
+        stop(group.worker_pid(0))
+        abi.check(abi.api().ep_session_interrupts(old._handle, 1), "")
+        with pytest.raises(NativeError, match="interrupted by a signal"):
+            old.begin()
+        group.kill_worker(0)
+        old.close()  # gives the barrier up
+        group.open_seat(0)
+        session = group.session(0)
+        waiting = thread.submit(session.begin)
+        waits = abi.WaitPhase.JOIN
+        group.wait_for(lambda: waiting.done() or group.status(0).wait_phase == waits, "the wait")
+        group.stage(1, 0, [0], spread(g, [0]))
+        assert waiting.result(60).epoch == 1
+        assert session.end()
+        session.close()
 
 
 def test_a_daemon_that_takes_no_connection_is_not_waited_for(tmp_path: Path) -> None:
