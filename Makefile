@@ -15,6 +15,9 @@ PYTEST_WORKERS ?= 2
 # Random schedules of faults that the simulator runs in the long tests.
 SCHEDULES ?= 2000
 export ELASTICEP_TEST_SCHEDULES := $(SCHEDULES)
+# Seconds of each of the eight runs of random views on an emulated GPU.
+SOAK_S ?= 30
+export ELASTICEP_TEST_SOAK_S := $(SOAK_S)
 # Tests start hundreds of processes; without it each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
