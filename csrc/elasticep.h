@@ -87,6 +87,9 @@ EP_API int ep_layout_loads(const ep_geometry* geometry, uint64_t* offset);
 EP_API int ep_layout_header_loads(const ep_geometry* geometry, uint64_t* offset);
 /* A sealed-size memfd with all pages reserved; returns the fd. EP_ESHORT names bytes asked and available. */
 EP_API int ep_memory_create(const char* name, uint64_t bytes);
+/* What this thread read or wrote in shared memory before, it does before whatever it reads or writes after (an acquire and a
+ * release fence), for callers whose language has none. */
+EP_API void ep_memory_fence(void);
 /* Writes magic, digest, rank and timeouts into a fresh header memfd. */
 EP_API int ep_header_format(int header_fd, const ep_geometry* geometry, uint32_t rank, const ep_timeouts* timeouts);
 

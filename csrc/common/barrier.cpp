@@ -161,20 +161,32 @@ BarrierDecision decide(const BarrierInput& in) { return Decider{in}.run(); }
 namespace {
 u32* cell_members(Cell* cell) { return reinterpret_cast<u32*>(cell + 1); }
 const u32* cell_members(const Cell* cell) { return reinterpret_cast<const u32*>(cell + 1); }
+
+// What lies between two looks at a version is read while it may be written: word by word, as the memory model asks for. The
+// fences order it: a reader that saw one word of the writer's sees, behind its fence, the odd version of before that word.
+template <class T>
+T word_of(const T& at) {
+  return __atomic_load_n(&at, __ATOMIC_RELAXED);
+}
+template <class T>
+void put_word(T& at, T value) {
+  __atomic_store_n(&at, value, __ATOMIC_RELAXED);
+}
 }  // namespace
 
 void write_cell(Cell* cell, u32 ranks, u64 step, u32 incarnation, u32 tokens, u64 done, const KnownView* views, u32 count) {
   u64 version = cell->version.load(std::memory_order_relaxed) | 1;
   cell->version.store(version, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  cell->step = step;
-  cell->incarnation = incarnation;
-  cell->tokens = tokens;
-  cell->done = done;
-  cell->views = count;
+  put_word(cell->step, step);
+  put_word(cell->incarnation, incarnation);
+  put_word(cell->tokens, tokens);
+  put_word(cell->done, done);
+  put_word(cell->views, u64(count));
   for (u32 i = 0; i < count; ++i) {
-    cell->view[i] = {views[i].epoch, views[i].digest};
-    memcpy(cell_members(cell) + u64(i) * ranks, views[i].incarnation, ranks * 4);
+    put_word(cell->view[i].epoch, views[i].epoch);
+    put_word(cell->view[i].digest, views[i].digest);
+    for (u32 r = 0; r < ranks; ++r) put_word(cell_members(cell)[u64(i) * ranks + r], views[i].incarnation[r]);
   }
   cell->version.store(version + 1, std::memory_order_release);
 }
@@ -184,16 +196,16 @@ bool read_cell(const Cell* cell, u32 ranks, CellCopy* out) {
   for (int tries = 0; tries < 4; ++tries) {
     u64 before = cell->version.load(std::memory_order_acquire);
     if (before == 0 || before & 1) return false;
-    out->step = cell->step;
-    out->incarnation = cell->incarnation;
-    out->tokens = cell->tokens;
-    out->done = cell->done;
-    u64 views = cell->views;
+    out->step = word_of(cell->step);
+    out->incarnation = word_of(cell->incarnation);
+    out->tokens = word_of(cell->tokens);
+    out->done = word_of(cell->done);
+    u64 views = word_of(cell->views);
     if (views > kCellViews) continue;  // torn read
     out->views = u32(views);
     for (u32 i = 0; i < views; ++i) {
-      out->view[i] = cell->view[i];
-      memcpy(out->members[i], cell_members(cell) + u64(i) * ranks, ranks * 4);
+      out->view[i] = {word_of(cell->view[i].epoch), word_of(cell->view[i].digest)};
+      for (u32 r = 0; r < ranks; ++r) out->members[i][r] = word_of(cell_members(cell)[u64(i) * ranks + r]);
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     if (cell->version.load(std::memory_order_relaxed) != before) continue;

@@ -92,6 +92,8 @@ int ep_memory_create(const char* name, uint64_t bytes) {
   return fd;
 }
 
+void ep_memory_fence(void) { std::atomic_thread_fence(std::memory_order_acq_rel); }
+
 int ep_header_format(int header_fd, const ep_geometry* geometry, uint32_t rank, const ep_timeouts* timeouts) {
   Layout layout;
   if (int bad = make_layout(*geometry, &layout)) return bad;

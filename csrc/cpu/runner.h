@@ -71,7 +71,7 @@ struct Staging {
 };
 Staging staging(const ep_geometry& geometry, const Layout& layout, u32 exchange, u32 channel, u32 rank, u32 x_dtype, u8* data);
 
-// A value in memory that the engine can write too: what was checked is what is used.
+// A value in memory that another process can write too: what was checked is what is used.
 template <class T>
 inline T read_once(const T& value) {
   return __atomic_load_n(&value, __ATOMIC_RELAXED);

@@ -53,7 +53,7 @@ void Runner::post_cells(u32 tokens) {
       for (u32 m = 0; m < g_.max_ranks && last; ++m) {
         if (!view_->tables.head->incarnation[m] || m == r || is_dead(m, view_->tables.head->incarnation[m])) continue;
         auto c = reinterpret_cast<const Cell*>(reinterpret_cast<const u8*>(theirs) + m * layout_.cell_bytes);
-        last = c->step == step_;
+        last = read_once(c->step) == step_;
       }
     }
     if (last) ring(targets[r]->header->runner_wake[0], targets[r]->header->runner_asleep[0]);
@@ -66,7 +66,7 @@ void Runner::post_cells(u32 tokens) {
 void Runner::read_cells(u64 step) {
   for (u32 r = 0; r < g_.max_ranks; ++r) {
     cells_[r].valid = false;
-    if (r != me_ && cell(own_.data, step, r)->step == step) read_cell(cell(own_.data, step, r), g_.max_ranks, &cells_[r]);
+    if (r != me_ && read_once(cell(own_.data, step, r)->step) == step) read_cell(cell(own_.data, step, r), g_.max_ranks, &cells_[r]);
   }
 }
 
@@ -77,7 +77,8 @@ u64 Runner::higher_barrier() {
   for (u32 parity = 0; parity < 2; ++parity)
     for (u32 r = 0; r < g_.max_ranks; ++r) {
       const Cell* c = cell(own_.data, parity, r);
-      if (r == me_ || c->step <= step_ || c->step <= highest || !read_cell(c, g_.max_ranks, &copy) || copy.step <= step_) continue;
+      const u64 named = read_once(c->step);
+      if (r == me_ || named <= step_ || named <= highest || !read_cell(c, g_.max_ranks, &copy) || copy.step <= step_) continue;
       if (is_dead(r, copy.incarnation)) continue;
       bool known = false;
       std::lock_guard<std::mutex> guard(views_mutex_);
