@@ -6,9 +6,13 @@ of readers in other processes: engines, and daemons that copy units away. What t
 - A slot is filled in a fixed order: its label becomes `filling` under the new expert before the
   first byte changes, and `valid` with the checksum after the last byte was written and the sum of
   what really lies there was taken. There is no way to relabel bytes that are there.
-- Labels are read whole or not at all, without locks or fences. A label is two records, written in
-  turn; each carries a sequence number and a check sum of itself, and the newer one that is whole
-  counts. A writer that dies in the middle of a record leaves the label of before.
+- Labels are read whole or not at all, without locks. A label is two records, written in turn; each
+  carries a sequence number and a check sum of itself, and the newer one that is whole counts. A
+  writer that dies in the middle of a record leaves the label of before.
+- Label and bytes are in order on every host, also where memory is weakly ordered: there is a memory
+  fence before and after each label that is written or read. So whoever sees a valid label reads the
+  bytes of it or later ones; whoever read a later byte sees, looking again, the label that was
+  written before it.
 - A reader in another process that copies a unit verifies its checksum and that the label is still
   the same one afterwards (`read`). An engine computes from slots only once its view named them,
   which is after they were valid, and they are filled anew only after every member has left that
@@ -29,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from elasticep.errors import ChecksumMismatch, SlotInvalid, WeightsError
+from elasticep.native.region import memory_fence
 from elasticep.weights import (
     CHECKSUM_BYTES,
     HEAD_BYTES,
@@ -130,7 +135,7 @@ class Arena:
         """
         start = self.layout.label_offset(layer, slot)
         for _ in range(_LABEL_TRIES):
-            label = newest_label(bytes(self._bytes[start : start + LABEL_BYTES]))
+            label = newest_label(self._look(start, LABEL_BYTES))
             if label is not None:
                 return label
             os.sched_yield()
@@ -145,8 +150,13 @@ class Arena:
 
     def raw_labels(self, layer: int) -> bytes:
         """The label records of a layer as they are: equal bytes, equal labels."""
-        start = self.layout.label_offset(layer, 0)
-        return bytes(self._bytes[start : start + self.layout.slots * LABEL_BYTES])
+        return self._look(self.layout.label_offset(layer, 0), self.layout.slots * LABEL_BYTES)
+
+    def _look(self, start: int, size: int) -> bytes:
+        memory_fence()  # after the bytes that were read before
+        found = bytes(self._bytes[start : start + size])
+        memory_fence()  # and before those that are read next
+        return found
 
     def tensors(self, layer: int) -> dict[str, NDArray[Any]]:
         """`[slots, *shape]` of each tensor over the arena's memory, by the spec's names."""
@@ -306,7 +316,9 @@ class Arena:
         older = sequences.index(min(sequences))
         body = _RECORD.pack(max(0, *sequences) + 1, expert, state, checksum)
         at = start + older * _RECORD_BYTES
+        memory_fence()  # after the bytes that a valid label vouches for
         self._bytes[at : at + _RECORD_BYTES] = body + _CHECK.pack(_check_of(body))
+        memory_fence()  # and before those that a label which says `filling` warns of
 
     def _where(self, layer: int, slot: int) -> str:
         return f"layer {layer} slot {slot} of rank {self.rank}"

@@ -130,6 +130,7 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_layout_loads": (c_int, (POINTER(Geometry), _U64P)),
     "ep_layout_header_loads": (c_int, (POINTER(Geometry), _U64P)),
     "ep_memory_create": (c_int, (c_char_p, c_uint64)),
+    "ep_memory_fence": (None, ()),
     "ep_header_format": (c_int, (c_int, POINTER(Geometry), c_uint32, POINTER(Timeouts))),
     "ep_view_digest": (c_int, (POINTER(Geometry), POINTER(View), _U64P)),
     "ep_bank_write": (c_int, (c_int, POINTER(Geometry), POINTER(View))),

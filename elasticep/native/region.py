@@ -78,6 +78,13 @@ def create_memory(name: str, size: int) -> int:
     return abi.check(abi.api().ep_memory_create(name.encode(), size), "")
 
 
+def memory_fence() -> None:
+    """Order memory shared with other processes, which Python does not: what this thread read or
+    wrote before, it does before what comes after, also on hosts with weakly ordered memory.
+    """
+    abi.api().ep_memory_fence()
+
+
 def format_header(fd: int, geometry: abi.Geometry, rank: int, timeouts: abi.Timeouts) -> None:
     """Write magic, digest, rank and timeouts into a fresh header memfd."""
     abi.check(abi.api().ep_header_format(fd, geometry, rank, timeouts), "formatting a header")

@@ -229,6 +229,46 @@ def _write_for_ever(path: str, stop: Any, ready: Any) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_label_and_bytes_are_written_and_read_in_an_order_that_fences_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On this machine memory needs no fences; what lies between them is looked at instead."""
+    arena, _ = fresh()
+    arena.write(0, 1, 4, unit(1))
+    seen: list[tuple[SlotState, int, int]] = []
+
+    def look() -> None:
+        start = LAYOUT.label_offset(0, 1)
+        label = newest_label(bytes(arena._bytes[start : start + LABEL_BYTES]))
+        data = b"".join(arena.pieces(0, 1))
+        assert label is not None
+        seen.append((label.state, label.expert, (unit(1), unit(2)).index(data)))
+
+    monkeypatch.setattr("elasticep.arena.memory_fence", look)
+    filling = arena.fill(0, 1, 5)
+    filling.write(0, unit(2))
+    filling.finish()
+    assert [state for state, _, _ in seen].count(SlotState.FILLING) == 2
+    first, *_ = [n for n, (state, _, _) in enumerate(seen) if state is SlotState.FILLING]
+    assert seen[first] == (SlotState.FILLING, 5, 0), "a fence behind the label, before the bytes"
+    assert seen[first + 1] == (SlotState.FILLING, 5, 1), "and one behind them"
+    assert seen[-1] == (SlotState.VALID, 5, 1)
+
+    turns = []
+
+    def change() -> None:
+        turns.append(len(turns))
+        if len(turns) == 3:  # behind the bytes, before the second look
+            monkeypatch.setattr("elasticep.arena.memory_fence", lambda: None)
+            arena.write(0, 1, 5, unit(1))
+            monkeypatch.setattr("elasticep.arena.memory_fence", change)
+
+    monkeypatch.setattr("elasticep.arena.memory_fence", change)
+    with pytest.raises(SlotInvalid, match="filled anew while expert 5 was copied"):
+        arena.read(0, 1, 5)
+    assert len(turns) == 4, "before and behind each look"
+
+
 def test_a_concurrent_reader_sees_whole_labels_and_their_bytes(tmp_path: Path) -> None:
     assert SPEC.unit_bytes == 72
     path = tmp_path / "arena"
