@@ -71,21 +71,23 @@ demo: build
 
 # AGAIN=1: tests that failed (pytest's status 1, nothing else) run once more, one at a time, and count
 # by that. For a machine on which others run too: most tests are about processes in real time.
-TESTS := -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
-FAILED := -m pytest --last-failed --last-failed-no-failures none
+# MAKEFLAGS names descriptors that tests which build something do not have.
+PYTEST := MAKEFLAGS= $(PY) -m pytest
+TESTS := $(PYTEST) -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+FAILED := $(PYTEST) --last-failed --last-failed-no-failures none
 ifdef AGAIN
-OR_AGAIN := || { test $$? -eq 1 && echo "Once more, what failed:" && $(PY) $(FAILED) $(PYTEST_ARGS); }
+OR_AGAIN := || { test $$? -eq 1 && echo "Once more, what failed:" && $(FAILED) $(PYTEST_ARGS); }
 endif
 test: build lint
-	$(PY) $(TESTS) -m "not long" $(PYTEST_ARGS) $(OR_AGAIN)
+	$(TESTS) -m "not long" $(PYTEST_ARGS) $(OR_AGAIN)
 
 # Thousands of schedules and instances, and the longest runs of the demo.
 test-long: build
-	$(PY) $(TESTS) -m long $(PYTEST_ARGS) $(OR_AGAIN)
+	$(TESTS) -m long $(PYTEST_ARGS) $(OR_AGAIN)
 
 # Both in one run, as CI does: `make -j2 test-all` checks types while it compiles.
 test-all: build lint
-	$(PY) $(TESTS) $(PYTEST_ARGS) $(OR_AGAIN)
+	$(TESTS) $(PYTEST_ARGS) $(OR_AGAIN)
 
 lint: $(DEPS)
 	$(PY) -m ruff check .
