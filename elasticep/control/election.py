@@ -19,7 +19,15 @@ from structlog.typing import FilteringBoundLogger
 from elasticep.control import process
 from elasticep.control.outage import Outage
 from elasticep.control.records import LEADER
-from elasticep.control.store import CreateRevision, Delete, LeaseLost, Put, Store, StoreRefused
+from elasticep.control.store import (
+    CreateRevision,
+    Delete,
+    KeyValue,
+    LeaseLost,
+    Put,
+    Store,
+    StoreRefused,
+)
 from elasticep.errors import ElasticEPError, Unavailable
 
 _CALL_S: Final = 1.0
@@ -189,33 +197,40 @@ class Election:
                 self.leader = Candidate.decode(held.value)
                 change = asyncio.ensure_future(anext(changes))
                 try:
-                    if not await self._changed(change, self.leader.process):
+                    if not await self._changed(change, held, self.leader.process):
                         return
                 finally:
                     change.cancel()
                     await asyncio.gather(change, return_exceptions=True)
                 held = await self._store.get(LEADER, deadline_s=_CALL_S)
 
-    async def _changed(self, change: "asyncio.Future[int]", holder: str) -> bool:
-        """Wait for a change; False when the holder is seen to be gone before."""
-        ask_s = min(_ASK_S, self._ttl_s / 3)  # a watch that cannot reach the store is silent
+    async def _changed(self, change: "asyncio.Future[int]", held: KeyValue, holder: str) -> bool:
+        """Wait for a change; False when the holder is seen to be gone before.
+
+        A watch that cannot reach the store is silent. So is one on a member of etcd that was lost
+        with its host, on which the leader may have been, until its connection is given up.
+        """
+        ask_s = min(_ASK_S, self._ttl_s / 3)
         look_s = min(_LOOK_S, ask_s) if process.is_local(holder) else ask_s
         asked_s = self._clock()
         while not (await asyncio.wait({change}, timeout=look_s))[0]:
             if process.is_gone(holder):
                 return False
             if self._clock() - asked_s >= ask_s:
-                await self._ask()
+                if await self._is_other(held):
+                    return True
                 asked_s = self._clock()
         return True
 
-    async def _ask(self) -> None:
+    async def _is_other(self, held: KeyValue) -> bool:
+        """Whether the store answers, and no longer with this leader."""
         try:
-            await self._store.get(LEADER, deadline_s=_CALL_S)
+            now = await self._store.get(LEADER, deadline_s=_CALL_S)
         except Unavailable as error:
             self._unanswered(error)
-        else:
-            self._answered()
+            return False
+        self._answered()
+        return now is None or now.create_revision != held.create_revision
 
     async def hold(self, lead: Lead) -> None:
         """Renew the lease until it cannot be; returns when the lead is lost."""

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 import pytest
@@ -130,6 +130,35 @@ def test_a_leader_whose_key_was_taken_away_gives_up_without_writing_anything(mis
         await store.transact((), (Delete(LEADER),), deadline_s=60.0)
         async with asyncio.timeout(60.0):
             await holding
+
+    asyncio.run(scenario())
+
+
+class Silent(MemoryStore):
+    """Its watches never tell of anything, as one on an etcd member whose host is gone."""
+
+    watching = False
+
+    async def watch(self, prefix: str, *, after_revision: int) -> AsyncGenerator[int, None]:
+        self.watching = True
+        await asyncio.Event().wait()
+        yield 0
+
+
+def test_a_standby_whose_watch_is_silent_takes_over_all_the_same() -> None:
+    async def scenario() -> None:
+        backend = MemoryBackend()
+        log = structlog.get_logger()
+        elsewhere = Candidate("old", "host:1", "1", "another boot:1:2:3")
+        lease = backend.grant(60)
+        backend.transact((), (Put(LEADER, elsewhere.encode(), lease),))
+        store = Silent(backend)
+        standby = Election(store, Candidate.new("new", "host:2"), 1, log)
+        campaign = asyncio.ensure_future(standby.campaign())
+        await waits(lambda: store.watching, "it stands by")
+        backend.revoke(lease)
+        async with asyncio.timeout(60.0):
+            assert (await campaign).revision == backend.revision
 
     asyncio.run(scenario())
 
