@@ -34,6 +34,7 @@ from elasticep.rpc import SERVER_OPTIONS, bind
 from elasticep.signals import stop_signals
 
 _STOP_S: Final = 0.3
+_LOAD_S: Final = 20.0  # to read all that there is; a thousand epochs of many groups are some 100 MB
 _SERVICE: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
 
 
@@ -233,7 +234,7 @@ class Controller:
             await asyncio.gather(holding, leading, return_exceptions=True)
 
     async def _serve(self, lead: Lead) -> None:
-        snapshot = await self._store.list(records.PREFIX)
+        snapshot = await self._store.list(records.PREFIX, deadline_s=_LOAD_S)
         term = Term(self._store, lead, snapshot.items, self.metrics, self.log, self._clocks)
         self.term = term
         self.metrics.leader.set(1)

@@ -20,6 +20,7 @@ from elasticep.control.store import (
     Store,
     StoreRefused,
 )
+from elasticep.control.store import etcd as etcd_module
 from elasticep.control.store.etcd import EtcdStore, rpc
 from elasticep.errors import Unavailable
 from elasticep.testing.etcd import LocalEtcd
@@ -135,6 +136,46 @@ def test_a_list_holds_the_prefix_in_order_and_nothing_else(run: Run) -> None:
         assert (await store.list(fresh())).items == ()
 
     run(scenario)
+
+
+def test_a_list_may_hold_more_than_a_message_and_is_of_one_revision(
+    etcd: LocalEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = "grpc.max_receive_message_length"
+    others = tuple(option for option in etcd_module._OPTIONS if option[0] != limit)
+    monkeypatch.setattr(etcd_module, "_OPTIONS", (*others, (limit, 2_000_000)))
+    monkeypatch.setattr(etcd_module, "_PAGE", 3)
+    prefix, values = fresh(), [bytes([n]) * 500_000 for n in range(10)]
+
+    async def scenario() -> None:
+        store, other = EtcdStore(etcd.endpoints), EtcdStore(etcd.endpoints)
+        for number, value in enumerate(values):
+            await store.put(f"{prefix}{number}", value)
+        read, pages = store._read, 0
+
+        async def changed_between(what: str, deadline_s: float, call: Any) -> Any:
+            nonlocal pages
+            pages += 1
+            reply = await read(what, deadline_s, call)
+            if pages in (1, 2):
+                await other.put(f"{prefix}{pages * 4}", b"changed")
+            if pages == 2:  # and what the list is of is forgotten, once
+                endpoint = other._endpoint()
+                compact = rpc.CompactionRequest(revision=reply.header.revision, physical=True)
+                await endpoint.kv.Compact(compact)
+            return reply
+
+        monkeypatch.setattr(store, "_read", changed_between)
+        snapshot = await store.list(prefix, deadline_s=LIMIT_S)
+        expected = {f"{prefix}{n}": value for n, value in enumerate(values)}
+        expected |= {f"{prefix}4": b"changed", f"{prefix}8": b"changed"}
+        assert {item.key: item.value for item in snapshot.items} == expected
+        assert all(item.mod_revision <= snapshot.revision for item in snapshot.items)
+        assert pages == 2 + 1 + 4, "two, one that was refused, and all anew"
+        await store.close()
+        await other.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
 def test_a_transaction_applies_all_or_nothing(run: Run) -> None:

@@ -35,6 +35,7 @@ rpc, _stubs = etcd3_shim.load()
 _ATTEMPT_S = 1.5  # a read asks the next endpoint after this
 _BACKOFF_S = (0.05, 1.0)  # first and longest pause of a watch that cannot reach the store
 _IDLE_CHECK_S = 15.0  # a silent watch asks for the revision this often
+_PAGE = 64  # keys; so many of our groups in a row have less than 64 MB in all
 _LEADER = (("hasleader", "true"),)  # a member cut off from the others ends its watches
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),  # below 5 s etcd answers too_many_pings
@@ -100,10 +101,31 @@ class EtcdStore:
         return _key_value(reply.kvs[0]) if reply.kvs else None
 
     async def list(self, prefix: str, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Snapshot:
-        """See `Store.list`."""
-        request = rpc.RangeRequest(key=prefix.encode(), range_end=_prefix_end(prefix))
-        reply = await self._read(f"list {prefix}", deadline_s, lambda e: (e.kv.Range, request))
-        return Snapshot(reply.header.revision, tuple(_key_value(kv) for kv in reply.kvs))
+        """See `Store.list`. In pages of one revision: there may be more than a message takes."""
+        end = time.monotonic() + deadline_s
+        first, revision = prefix.encode(), 0
+        items: list[KeyValue] = []
+        while True:
+            request = rpc.RangeRequest(
+                key=first, range_end=_prefix_end(prefix), limit=_PAGE, revision=revision
+            )
+            try:
+                reply = await self._read(
+                    f"list {prefix}",
+                    end - time.monotonic(),
+                    lambda e, r=request: (e.kv.Range, r),  # type: ignore[misc]
+                )
+            except StoreRefused:
+                if not revision:
+                    raise
+                first, revision = prefix.encode(), 0  # compacted meanwhile: from the beginning
+                items.clear()
+                continue
+            revision = revision or int(reply.header.revision)
+            items += map(_key_value, reply.kvs)
+            if not reply.more:
+                return Snapshot(revision, tuple(items))
+            first = reply.kvs[-1].key + b"\0"
 
     async def put(
         self, key: str, value: bytes, *, lease: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
@@ -276,7 +298,7 @@ class EtcdStore:
             except TimeoutError:
                 break
         raise Unavailable(
-            f"the store did not answer {what} within {deadline_s} s "
+            f"the store did not answer {what} within {round(deadline_s, 2)} s "
             f"({', '.join(e.address for e in self._endpoints)}; {last})"
         )
 
