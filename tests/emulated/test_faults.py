@@ -10,6 +10,7 @@ import pytest
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.native import cuda as native
+from elasticep.native import cuda_library
 from tests.emulated.fleets import PATIENCE, fleet, pool
 from tests.gpu import test_faults as on_gpus
 from tests.gpu.shapes import exchange, geometry
@@ -32,7 +33,7 @@ def small(ranks: int) -> bytes:
 @pytest.fixture
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of tests/gpu with children from here, and time for a slow machine."""
-    monkeypatch.setattr(native, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_library, "device_count", lambda: 2)
     monkeypatch.setattr(on_gpus, "Fleet", functools.partial(Fleet, pool=pool()))
 
     def spec(*args: Any, **options: Any) -> FleetSpec:
