@@ -6,12 +6,13 @@ the daemon's mover writes.
 """
 
 import array
+import errno
 import os
 import socket
 from ctypes import sizeof
 from dataclasses import dataclass
 
-from elasticep.errors import Unavailable
+from elasticep.errors import DescriptorsShort, Unavailable
 from elasticep.native import structs
 
 _TIMEOUT_S = 5.0
@@ -46,6 +47,7 @@ def fetch_arena(
 
     Raises:
         Unavailable: no daemon there, it has no such arena, or no answer in time.
+        DescriptorsShort: this process may open no more files.
     """
     kind = "piece of backup" if backup else "arena of rank"
     what = f"the {kind} {rank} of group {group!r} from {fd_socket}"
@@ -56,28 +58,35 @@ def fetch_arena(
         b=int(backup),
         text=group.encode(),
     )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(timeout_s)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(timeout_s)
             sock.connect(fd_socket)
             sock.sendall(bytes(request))
             data, fds = _receive(sock)
-        except TimeoutError:
-            raise Unavailable(f"{what}: no answer within {timeout_s:g} s") from None
-        except OSError as error:
-            raise Unavailable(f"{what}: {error.strerror or error}") from None
+    except TimeoutError:
+        raise Unavailable(f"{what}: no answer within {timeout_s:g} s") from None
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise DescriptorsShort(
+                f"{what}: this process may open no more files; raise its limit (ulimit -n, "
+                "LimitNOFILE=)"
+            ) from None
+        raise Unavailable(f"{what}: {error.strerror or error}") from None
     return _answer(what, data, fds)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     room = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-    data, ancillary, _, _ = sock.recvmsg(
+    data, ancillary, flags, _ = sock.recvmsg(
         sizeof(structs.Message) + 4096, room, socket.MSG_CMSG_CLOEXEC
     )
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    if flags & socket.MSG_CTRUNC and not fds:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return data, fds.tolist()
 
 

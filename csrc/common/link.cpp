@@ -24,6 +24,7 @@ constexpr size_t kMaxBody = 64 * 1024;
 constexpr int kAgainMs = 2000;  // for an answer to a hello that is said again
 constexpr unsigned kDialAgainUs = 10'000;
 constexpr int kMaxFds = 253;  // the kernel's limit for one message
+constexpr char kRaise[] = "; raise the limit of this process (ulimit -n, LimitNOFILE=)";
 
 void limit_sends(int fd, unsigned timeout_ms) {
   const timeval limit{time_t(timeout_ms / 1000), suseconds_t(timeout_ms % 1000 * 1000)};
@@ -53,7 +54,7 @@ int dial(const std::string& path, unsigned timeout_ms, const std::atomic<bool>* 
     return fail(EP_EINVAL, "socket path '%s' is longer than %zu bytes; use a shorter socket directory", path.c_str(), sizeof address.sun_path - 1);
   memcpy(address.sun_path, path.c_str(), path.size());
   int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) return fail(-errno, "socket: %s", strerror(errno));
+  if (fd < 0) return fail(-errno, "no socket for the daemon at '%s': %s%s", path.c_str(), strerror(errno), errno == EMFILE ? kRaise : "");
   if (int error = connect_until(fd, address, now_ns() + uint64_t(timeout_ms) * 1'000'000, stop)) {
     ::close(fd);
     return fail(EP_EGONE, "no daemon answers at '%s' (%s); start `elasticep daemon` on this node", path.c_str(), strerror(error));
@@ -111,6 +112,7 @@ bool receive(int fd, Received* out) {
     out->fds.resize(before + count);
     memcpy(out->fds.data() + before, CMSG_DATA(c), count * sizeof(int));
   }
+  out->cut = n >= 0 && h.msg_flags & MSG_CTRUNC;
   if (n < ssize_t(sizeof out->head) || out->head.magic != EP_MSG_MAGIC) return false;
   out->head.text[EP_TEXT - 1] = 0;
   body.resize(size_t(n) - sizeof out->head);
@@ -131,6 +133,10 @@ bool readable(int fd, int stop_event, int timeout_ms) {
 
 }  // namespace
 
+int cut_short(const Received& message) {
+  return fail(-EMFILE, "of the daemon's file descriptors %zu came, the rest did not: this process may open no more%s", message.fds.size(), kRaise);
+}
+
 Received::~Received() { clear(); }
 
 void Received::clear() {
@@ -138,6 +144,7 @@ void Received::clear() {
     if (fd >= 0) ::close(fd);
   fds.clear();
   body.clear();
+  cut = false;
   head = {};
 }
 
@@ -159,6 +166,10 @@ int Link::open(const std::string& path, uint32_t role, const std::string& ticket
   if (!send_message(fd, m, {}) || !readable(fd, -1, int(timeout_ms)) || !receive(fd, welcome)) {
     ::close(fd);
     return fail(EP_EGONE, "the daemon at '%s' did not answer within %u ms", path.c_str(), timeout_ms);
+  }
+  if (welcome->cut) {
+    ::close(fd);
+    return cut_short(*welcome);
   }
   if (welcome->head.type != EP_MSG_WELCOME || welcome->fds.size() != 2 || welcome->body.size() != sizeof(ep_geometry)) {
     ::close(fd);
@@ -231,6 +242,7 @@ bool Link::gather(Received& m) {
   Received& into = more ? peers_ : m;
   Received& from = more ? m : peers_;
   into.head.a = m.head.a;
+  into.cut |= from.cut;
   into.fds.insert(into.fds.end(), from.fds.begin(), from.fds.end());
   into.body.insert(into.body.end(), from.body.begin(), from.body.end());
   from.fds.clear();  // they are the other's now

@@ -16,6 +16,7 @@ struct Received {
   ep_message head{};
   std::vector<unsigned char> body;
   std::vector<int> fds;  // owned; closed by the destructor unless taken
+  bool cut = false;      // of its descriptors some are missing: this process may open no more
 
   Received() = default;
   Received(const Received&) = delete;
@@ -23,6 +24,9 @@ struct Received {
   void clear();
   int take(size_t i);
 };
+
+// The failure for a message whose descriptors did not all come.
+int cut_short(const Received& message);
 
 class Link {
  public:

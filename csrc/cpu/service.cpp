@@ -115,7 +115,7 @@ void handle_stage(Runner& runner, Link& link, Received& message) {
   std::vector<u32> ranks(message.body.size() / 4);
   memcpy(ranks.data(), message.body.data(), ranks.size() * 4);
   // Descriptors stay the message's: mappings outlive them.
-  answer.status = runner.stage(message.head.a, ranks, message.fds);
+  answer.status = message.cut ? cut_short(message) : runner.stage(message.head.a, ranks, message.fds);
   if (answer.status) strncpy(answer.text, ep_last_error(), EP_TEXT - 1);
   link.send(answer);
 }

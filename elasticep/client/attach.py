@@ -14,6 +14,7 @@ from elasticep.device import Device
 from elasticep.errors import (
     ConfigError,
     DaemonUnavailable,
+    DescriptorsShort,
     GroupMismatch,
     NativeError,
     Unavailable,
@@ -64,8 +65,8 @@ def attach(
         GroupMismatch: the group exists with another config, or another version's memory layout.
         MemoryShort: host, cgroup or GPU have too little room for the rank's region or its expert
             weights; names both numbers. At once, however long `timeout` is.
-        DescriptorsShort, NativeError: the daemon cannot make the region for want of descriptors or
-            of a library; the torch of this process has no CUDA.
+        DescriptorsShort, NativeError: this process or the daemon may open too few files; the daemon
+            lacks a library for the region; the torch of this process has no CUDA.
         AttachError: the rank was not ready within `timeout`, with who has it and what ends that;
             or its worker ends whenever it starts.
         ConfigError: group or rank are not given, or cannot be used.
@@ -83,14 +84,18 @@ def attach(
     if agreed.device is Device.CUDA:
         return _attach_cuda(answer, agreed, settings, left_ms)
     handle = NativeHandle(answer.fd_socket, answer.ticket, left_ms)
-    return Session(
-        handle,
-        agreed,
-        rank=settings.rank,
-        incarnation=answer.incarnation,
-        release=lambda: _release(settings, answer.incarnation),
-        open_arena=lambda: _open_arena(answer.fd_socket, agreed, settings.rank),
-    )
+    try:
+        return Session(
+            handle,
+            agreed,
+            rank=settings.rank,
+            incarnation=answer.incarnation,
+            release=lambda: _release(settings, answer.incarnation),
+            open_arena=lambda: _open_arena(answer.fd_socket, agreed, settings.rank),
+        )
+    except BaseException:  # a signal's: nobody else would let go of the rank
+        handle.close()
+        raise
 
 
 def _attach_cuda(
@@ -182,7 +187,7 @@ def _ask(
 ) -> "node_pb2.AttachResponse":
     import grpc
 
-    from elasticep.client.rpc import typed_error
+    from elasticep.client.rpc import require_descriptors, typed_error
     from elasticep.proto import node_pb2, node_pb2_grpc
 
     abi.api()  # a library of another version is refused before the seat is asked for
@@ -196,6 +201,7 @@ def _ask(
         wait_ms=round(timeout * 1000),
     )
     what = f"attach to rank {settings.rank} of group {settings.group!r}"
+    require_descriptors(what)
     with grpc.insecure_channel(f"unix:{settings.socket}") as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
         try:
@@ -261,11 +267,16 @@ def _open_arena(fd_socket: str, config: GroupConfig, rank: int) -> int:
 
 
 def _release(settings: ClientConfig, incarnation: int) -> None:
-    """Tell the daemon that this is no death; if it is away, it finds out by itself."""
+    """Tell the daemon that this is no death; where that cannot be, it finds out by itself."""
     import grpc
 
+    from elasticep.client.rpc import require_descriptors
     from elasticep.proto import node_pb2, node_pb2_grpc
 
+    try:
+        require_descriptors("detach")
+    except DescriptorsShort:
+        return
     request = node_pb2.DetachRequest(
         group=settings.group, rank=settings.rank, incarnation=incarnation
     )

@@ -132,12 +132,17 @@ class NativeHandle:
     def __init__(self, fd_socket: str, ticket: str, timeout_ms: int) -> None:
         self._api: Any = abi.api()
         session = ctypes.c_void_p()
-        code = self._api.ep_session_open(
-            fd_socket.encode(), ticket.encode(), timeout_ms, ctypes.byref(session)
-        )
-        abi.check(code, "attach")
+        try:
+            code = self._api.ep_session_open(
+                fd_socket.encode(), ticket.encode(), timeout_ms, ctypes.byref(session)
+            )
+            abi.check(code, "attach")
+            self._api.ep_session_interrupts(session, 1)
+        except BaseException:  # also a signal's, which may come when the rank is taken
+            if session:
+                self._api.ep_session_close(session)
+            raise
         self._session: ctypes.c_void_p | None = session
-        self._api.ep_session_interrupts(session, 1)
 
     def close(self) -> None:
         """Give the rank back and unmap its memory; tensors over it must not be used any more."""

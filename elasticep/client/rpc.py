@@ -1,9 +1,33 @@
 """Calls to the node daemon, with the typed errors that its answers stand for."""
 
+import os
+import resource
+from typing import Final
+
 import grpc
 
-from elasticep.errors import AttachError, DaemonUnavailable, ElasticEPError
+from elasticep.errors import AttachError, DaemonUnavailable, DescriptorsShort, ElasticEPError
 from elasticep.rpc import told_error
+
+_CHANNEL_FDS: Final = 16  # more than gRPC opens for one, and than a session holds
+
+
+def require_descriptors(what: str) -> None:
+    """Raise before gRPC finds that it may open no file: it ends the process then.
+
+    Args:
+        what: is about to be done.
+
+    Raises:
+        DescriptorsShort: names how many there are, and the limit.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    held = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and held + _CHANNEL_FDS > limit:
+        raise DescriptorsShort(
+            f"{what} takes up to {_CHANNEL_FDS} file descriptors; this process has {held} of "
+            f"{limit}. Raise its limit (ulimit -n, LimitNOFILE=), or close what it does not need"
+        )
 
 
 def typed_error(error: grpc.RpcError, socket: str, what: str) -> ElasticEPError:

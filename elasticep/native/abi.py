@@ -252,6 +252,7 @@ _ERRORS: Final[dict[int, type[errors.ElasticEPError]]] = {
     Error.ECAP: errors.CapExceeded,
     Error.ELOST: errors.PlacementError,
     Error.ESHORT: errors.MemoryShort,
+    -errno.EMFILE: errors.DescriptorsShort,
 }
 
 

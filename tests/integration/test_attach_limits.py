@@ -1,4 +1,4 @@
-"""Attaching in a process that has no room for the threads and the memory of a session."""
+"""Attaching in a process that has no room for the threads, memory and files of a session."""
 
 import subprocess
 import sys
@@ -55,3 +55,62 @@ def test_an_engine_without_room_for_a_thread_gets_an_error_and_goes_on(launch: i
         )
         assert ran.returncode == 0, ran.stderr
         assert int(ran.stdout) >= 1
+
+
+_FILES = """
+import os
+import resource
+import sys
+import elasticep
+from elasticep.client.attach import _release
+from elasticep.config import ClientConfig
+from elasticep.errors import DescriptorsShort
+from elasticep.handover import fetch_arena
+from elasticep.native import abi
+from elasticep.testing.raw import RawSession
+
+abi.api()
+path, *tickets = sys.argv[1:]
+held = len(os.listdir("/proc/self/fd")) - 1
+unlimited = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def short(call):
+    try:
+        call()
+    except DescriptorsShort as error:
+        assert "ulimit -n" in str(error), error
+        return True
+    return False
+
+settings = ClientConfig(socket=path, group="any", rank=0)
+for more, ticket in enumerate(tickets):
+    if more == 4:  # what gRPC needs to look around; with none left it would end the process
+        assert short(lambda: elasticep.attach(settings.group, settings.rank, path))
+        _release(settings, 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + more, unlimited[1]))
+    if more == 0:
+        assert short(lambda: fetch_arena(path, "any", 0))
+    sessions = []
+    if not short(lambda: sessions.append(RawSession(path, ticket))):
+        break
+else:
+    sys.exit("never opened")
+resource.setrlimit(resource.RLIMIT_NOFILE, unlimited)
+sessions[0].close()
+print(more)
+"""
+
+
+@pytest.mark.parametrize("launch", list(abi.Launch))
+def test_an_engine_that_may_open_no_more_files_is_told_so(launch: int) -> None:
+    """A socket, or descriptors that come over it: the daemon is not to blame."""
+    with LocalGroup(geometry(1, exchange(), launch=launch)) as group:
+        tickets = [group.ticket(0) for _ in range(16)]
+        ran = subprocess.run(
+            [sys.executable, "-c", _FILES, group.socket_path, *tickets],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert int(ran.stdout) >= 3

@@ -328,6 +328,14 @@ def test_a_session_ends_also_where_a_step_was_not_ended() -> None:
         pair.close()
 
 
+def test_a_handler_that_raises_while_a_rank_is_taken_gives_it_back() -> None:
+    config_ = config(Launch.INLINE)
+    with LocalGroup(geometry_struct(config_)) as group:
+        with interrupted_at(abi.check), pytest.raises(Stop):
+            NativeHandle(group.socket_path, group.ticket(0), 60_000)
+        assert group.status(0).engine_pid == 0
+
+
 def test_an_error_in_a_step_of_a_rank_that_is_over_is_followed_by_why() -> None:
     """Nothing of that step can be told to anybody, but it has ended."""
     pair = Pair(Launch.SERVICE)
