@@ -102,7 +102,7 @@ def write_bank(name: str, size: int, geometry: abi.Geometry, view: abi.View) -> 
 
     Raises:
         MemoryShort: no room for `size` bytes.
-        ConfigError, GroupMismatch: the tables contradict the geometry or their digest.
+        ConfigError: the tables contradict the geometry.
     """
     fd = create_memory(name, size)
     code = abi.api().ep_bank_write(fd, geometry, view)

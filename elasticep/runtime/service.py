@@ -44,6 +44,7 @@ _LAUNCH: Final = {
     abi.Launch.INLINE: types_pb2.LAUNCH_INLINE,
 }
 _MAX_TEXT: Final = 255
+_MAX_PID: Final = 1 << 22  # of Linux
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
 
@@ -210,6 +211,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 f"this engine speaks ABI {request.abi_version}, the daemon {abi.ABI_VERSION}; "
                 "install one version of elasticep everywhere"
             )
+        if request.pid > _MAX_PID:
+            raise ConfigError(f"no process has the number {request.pid}; pid is the engine's own")
 
     async def _agree(self, request: node_pb2.AttachRequest, deadline: float) -> None:
         """An engine that brings the group's config creates the group or agrees with it."""

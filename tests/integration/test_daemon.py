@@ -101,6 +101,7 @@ def test_attach_names_what_is_wrong() -> None:
         with pytest.raises(grpc.RpcError) as caught:
             daemon.call("Attach", request)
         assert reason_of(caught.value) == "GROUP_MISMATCH"
+        assert refused(daemon, "g", 1, pid=(1 << 32) - 1)[0] == "CONFIG_INVALID"
         # Seats are for processes of this host.
         tcp = lab.controller.endpoints["n0"].grpc_address
         with grpc.insecure_channel(tcp) as channel:
