@@ -293,9 +293,9 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         what = f"rank {keeper.rank} of group {keeper.group.name!r}"
         if keeper.taken(pid):
             holder = keeper.engine.pid if keeper.engine is not None else keeper.reserved_pid
-            raise SeatTaken(
-                f"{what} is taken by process {holder}; attach to another rank, or end that process"
-            )
+            own = "by a session of this very process; detach that one first"
+            other = f"by process {holder}; attach to another rank, or end that process"
+            raise SeatTaken(f"{what} is taken {own if holder == pid else other}")
         why = self._waits_for(keeper.group.name, keeper.rank)
         raise AttachError(f"{what} did not become ready in time: {why}; see `elasticep status`")
 
