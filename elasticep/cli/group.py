@@ -1,4 +1,4 @@
-"""`elasticep group create FILE` and `elasticep group show [NAME]`."""
+"""`elasticep group create FILE`, `elasticep group show [NAME]`, `elasticep group delete NAME`."""
 
 import json
 import tomllib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.group("group")
 def command() -> None:
-    """Create and inspect groups."""
+    """Create, inspect and delete groups."""
 
 
 @controller_options
@@ -62,3 +62,33 @@ def show(name: str | None, **options: Any) -> None:
 
     configs = [GroupConfig.from_proto(g.config).to_dict() for g in ask(options, call).groups]
     click.echo(json.dumps(configs[0] if name else configs, indent=2))
+
+
+@controller_options
+@output_option
+@command.command("delete")
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Also while engines hold ranks: they are fenced.")
+@click.option("--reason", default="", help="Why; shown to engines and in logs.")
+def delete(name: str, force: bool, reason: str, output: str, **options: Any) -> None:
+    """Delete the group NAME, or confirm that it is deleted.
+
+    Refused while engines hold ranks of it. Its config, views, policies and loads are gone for good,
+    its nodes let go of its memory, and the name is free for a group of any geometry.
+    """
+    from elasticep.control.views import describe_ranks
+    from elasticep.proto import controller_pb2
+
+    request = controller_pb2.DeleteGroupRequest(group=name, force=force, reason=reason)
+
+    async def call(
+        stub: "ControllerServiceAsyncStub", timeout_s: float
+    ) -> controller_pb2.DeleteGroupResponse:
+        return await stub.DeleteGroup(request, timeout=timeout_s)
+
+    answer = ask(options, call)
+    fenced = list(answer.fenced)
+    ranks = f"; {describe_ranks(fenced)} {'was' if len(fenced) == 1 else 'were'} fenced"
+    already = "" if answer.deleted else " already"
+    text = f"group {name} is deleted{already}{ranks if fenced else ''}"
+    say(output, {"group": name, "deleted": answer.deleted, "fenced": fenced}, text)

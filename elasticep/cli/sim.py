@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from elasticep.sim import Plant, Result, Scenario, run_many
-from elasticep.sim.faults import KINDS
+from elasticep.sim.faults import KINDS, ON_REQUEST
 from elasticep.sim.run import short, shrink
 
 _DAY_S: Final = 86_400.0
@@ -156,8 +156,9 @@ def _indices(text: str) -> tuple[int, ...]:
 def _kinds(text: str) -> tuple[str, ...]:
     chosen = tuple(kind for kind in text.split(",") if kind)
     for kind in chosen:
-        if kind not in KINDS:
-            raise click.UsageError(f"there is no fault {kind!r}; known are {', '.join(KINDS)}")
+        known = (*KINDS, *ON_REQUEST)
+        if kind not in known:
+            raise click.UsageError(f"there is no fault {kind!r}; known are {', '.join(known)}")
     return chosen
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from elasticep.control import events as ev
 from elasticep.control.background import Background
+from elasticep.control.deletion import Deleted, delete, leftovers
 from elasticep.control.events import Outcome, SeatReport
 from elasticep.control.membership import Membership
 from elasticep.control.planning import PlanJob, Planned
@@ -27,6 +28,7 @@ FORGET_MS: Final = 60_000
 MAX_NODES: Final = 4_096  # that said hello and are not forgotten; their endpoints are kept
 MAX_GROUPS: Final = 256
 MAX_SEATS: Final = 4_096  # of one node
+MAX_PAST: Final = 1_024  # names of deleted groups, whose numbers are kept
 _DEFAULT_HEARTBEAT_MS: Final = 500
 _MOST_HEARTBEAT_MS: Final = 500  # a node leaves a controller that it has not heard for 3 s
 
@@ -65,9 +67,11 @@ class Cluster:
         later = now_ms + TAKEOVER_GRACE_MS
         self.nodes = {name: Node(endpoint, later) for name, endpoint in loaded.nodes.items()}
         self.groups = {
-            name: Membership(config, now_ms, saved)
+            name: Membership(config, now_ms, saved, loaded.past.get(name))
             for name, (config, saved) in loaded.groups.items()
         }
+        self.past = dict(loaded.past)
+        self.leaving: dict[str, Membership] = {}  # deleted, and that is not written yet
         self.background = {
             name: Background(self.groups[name], saved.rebalance, now_ms)
             for name, (_, saved) in loaded.groups.items()
@@ -126,7 +130,10 @@ class Cluster:
         node.endpoint, node.session_id = endpoint, session_id
         node.connected, node.heard_ms = True, now_ms
         node.seats = {(group, report.rank): report for group, report in seats}
-        outcomes: Outcomes = []
+        outcomes: Outcomes = [
+            (group, Outcome(after=sends))  # before anything of a group that is new
+            for group, sends in leftovers(endpoint.node, node.seats, self.past)
+        ]
         for group, membership in self.groups.items():
             reports = _of_group(node.seats, group)
             held = any(s.node == endpoint.node for s in membership.seats.values())
@@ -239,6 +246,8 @@ class Cluster:
     def planned(self, planned: Planned, now_ms: int) -> Outcomes:
         """A plan was made."""
         group = planned.job.view.group
+        if group not in self.background:
+            return []  # it was deleted meanwhile
         return [(group, self.background[group].planned(planned, now_ms))]
 
     def _all(self, event: ev.Event, now_ms: int) -> Outcomes:
@@ -262,7 +271,8 @@ class Cluster:
                 "at most; serve it by others, on an etcd of their own"
             )
         check_room(config)
-        membership = self.groups[config.name] = Membership(config, now_ms)
+        past = self.past.get(config.name)
+        membership = self.groups[config.name] = Membership(config, now_ms, past=past)
         self.background[config.name] = Background(membership, None, now_ms)
         outcomes: Outcomes = []
         for name, node in self.nodes.items():
@@ -271,6 +281,29 @@ class Cluster:
                 hello = ev.NodeHello(name, reports, node.endpoint.domain)
                 outcomes.append((config.name, membership.handle(hello, now_ms)))
         return True, outcomes
+
+    def delete_group(self, name: str, why: str, *, force: bool) -> Deleted | None:
+        """Delete a group. None: there is none, but one of that name was deleted before.
+
+        Raises:
+            UnknownGroup: there is no such group, and was none.
+            UsageError: engines hold ranks of it, and `force` is not said.
+            ConfigError: too many names were used.
+        """
+        if name not in self.groups and name in self.past:
+            return None
+        membership = self.membership(name)
+        if name not in self.past and len(self.past) >= MAX_PAST:
+            raise ConfigError(
+                f"group {name!r} would be one deleted group too many: the numbers of {MAX_PAST} "
+                "names are kept; create groups under names that were used before"
+            )
+        connected = (node.endpoint.node for node in self.nodes.values() if node.connected)
+        deleted = delete(membership, connected, why, force=force)
+        del self.groups[name], self.background[name]
+        self.jobs = [job for job in self.jobs if job.view.group != name]
+        self.past[name], self.leaving[name] = deleted.past, membership
+        return deleted
 
 
 def _kept_for(membership: Membership, node: str) -> list[int]:

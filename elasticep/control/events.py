@@ -260,6 +260,18 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """Tell a node that the group was deleted: incarnations below `incarnation` are over, and when
+    nothing runs of them the node lets go of their memory.
+    """
+
+    node: str
+    incarnation: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Tell a node which policies hold."""
 
@@ -267,7 +279,7 @@ class Tell:
     policies: Policies
 
 
-Send: TypeAlias = Grant | Propose | Fence | Tell
+Send: TypeAlias = Grant | Propose | Fence | Forget | Tell
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,7 @@ def _report(
     elif report.state is SeatState.EMPTY:
         _empty(state, seat, report, now_ms, out, hello=hello)
     elif report.incarnation < seat.incarnation:
-        if running:
-            why = f"incarnation {seat.incarnation} has the seat"
-            out.after.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
+        _bygone(state, seat, node, report, now_ms, out, hello=hello)
     elif report.state is SeatState.DEAD:
         if seat.live:
             why = report.cause or "it ended"
@@ -95,6 +93,27 @@ def _report(
             state.end(seat, now_ms, why, out, at_once=True, counts=not clean)
     else:
         _up(state, seat, report, now_ms, out)
+
+
+def _bygone(
+    state: GroupState,
+    seat: Seat,
+    node: str,
+    report: SeatReport,
+    now_ms: int,
+    out: Outcome,
+    *,
+    hello: bool,
+) -> None:
+    """A node holds an earlier incarnation, as one of a deleted group. It is offered the seat's next
+    one when it says that nothing is left of that.
+    """
+    state.offers[node].discard(seat.rank)
+    if hello and seat.node == node and seat.phase is Phase.FENCED:
+        state.confirm_gone(seat, now_ms, "its node had not heard of it", out)
+    if report.state in (SeatState.READY, SeatState.ATTACHED):
+        why = f"incarnation {seat.incarnation} has the seat"
+        out.after.append(ev.Fence(node, seat.rank, report.incarnation, 0, why))
 
 
 def _up(state: GroupState, seat: Seat, report: SeatReport, now_ms: int, out: Outcome) -> None:

@@ -27,7 +27,7 @@ from elasticep.control.events import Outcome
 from elasticep.control.proposals import Pending, joinable
 from elasticep.control.refusals import BoolArray
 from elasticep.control.seats import Phase, Seat
-from elasticep.control.state import GroupState, Saved
+from elasticep.control.state import GroupState, Past, Saved
 from elasticep.control.views import View
 from elasticep.group import GroupConfig
 from elasticep.policies import Policies
@@ -42,10 +42,17 @@ class Membership:
         config: the group's config.
         now_ms: the time.
         saved: what the store holds, when an earlier leader left something.
+        past: what deleted groups of its name have used up.
     """
 
-    def __init__(self, config: GroupConfig, now_ms: int, saved: Saved | None = None) -> None:
-        self._s = GroupState.new(config, now_ms, saved)
+    def __init__(
+        self,
+        config: GroupConfig,
+        now_ms: int,
+        saved: Saved | None = None,
+        past: Past | None = None,
+    ) -> None:
+        self._s = GroupState.new(config, now_ms, saved, past or Past())
 
     # ---- what others see
 
@@ -83,6 +90,12 @@ class Membership:
     def adopted_epoch(self) -> int:
         """The highest epoch that every live member reported, it or a later one."""
         return self._s.adopted
+
+    @property
+    def past(self) -> Past:
+        """What it has used up, and groups of its name before it: where another one would begin."""
+        highest = max(seat.incarnation for seat in self._s.seats.values())
+        return Past(highest + 1, self._s.next_epoch)
 
     @property
     def waiting(self) -> str:

@@ -192,6 +192,18 @@ def fence_message(group: str, fence: ev.Fence) -> controller_pb2.ControllerMessa
     )
 
 
+def forget_message(group: str, forget: ev.Forget) -> controller_pb2.ControllerMessage:
+    """The message that says that a group was deleted."""
+    return controller_pb2.ControllerMessage(
+        forgotten=controller_pb2.GroupForgotten(
+            group=group,
+            incarnation=forget.incarnation,
+            epoch=forget.epoch,
+            reason=forget.reason,
+        )
+    )
+
+
 def proposal_message(
     propose: ev.Propose, view: types_pb2.View, endpoints: Mapping[str, Endpoint]
 ) -> controller_pb2.ControllerMessage:

@@ -1,10 +1,13 @@
 """The controller's metrics, in a registry of their own."""
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from elasticep import __version__
 from elasticep.control.events import Notice
 from elasticep.control.views import View
+from elasticep.series import drop_groups
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -18,6 +21,7 @@ class ControllerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._by_group: list[Counter | Gauge] = []
         Gauge(
             "elasticep_build_info",
             "1, with the version that runs.",
@@ -120,10 +124,19 @@ class ControllerMetrics:
         )
 
     def _group_counter(self, name: str, what: str) -> Counter:
-        return Counter(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+        made = Counter(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+        self._by_group.append(made)
+        return made
 
     def _group_gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+        made = Gauge(f"elasticep_controller_{name}", what, ["group"], registry=self.registry)
+        self._by_group.append(made)
+        return made
+
+    def keep_only(self, groups: Collection[str]) -> None:
+        """Show nothing of other groups any more: they were deleted."""
+        by_group = (*self._by_group, self.adopt_seconds, self.rebalances)
+        drop_groups(by_group, lambda group: group not in groups)
 
     def took_over(self, group: str, view: View | None, adopted: int) -> None:
         """What a new leader found in the store."""

@@ -164,6 +164,7 @@ async def watch(term: Term, group: str) -> AsyncGenerator[controller_pb2.Rebalan
     term.cluster.membership(group)
     told: controller_pb2.RebalanceStatus | None = None
     while not term.over:
+        term.cluster.membership(group)  # it may have been deleted
         status = rebalance_status(term.cluster.background[group].rebalancer, term.now_ms())
         if told is None or _changed(told, status):
             told = status

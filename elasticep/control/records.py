@@ -2,6 +2,7 @@
 
     /elasticep/v1/leader                          {name, id, address, process}, leased
     /elasticep/v1/nodes/<node>                    NodeEndpoint
+    /elasticep/v1/past/<group>                    {incarnation, epoch, at_unix_ms}: deleted groups
     /elasticep/v1/groups/<group>/config           GroupConfig
     /elasticep/v1/groups/<group>/view             View with placement, compressed
     /elasticep/v1/groups/<group>/adopted          epoch
@@ -17,6 +18,9 @@ has a lease: incarnations and endpoints must outlive every process that wrote th
 
 Controllers are upgraded one by one, so one may read what a later version wrote: fields that it does
 not know are passed over.
+
+A group is deleted by one transaction, which takes its config away and notes what numbers it has
+used up. Its other keys go after that, by the next leader if need be.
 """
 
 import base64
@@ -32,7 +36,7 @@ from numpy.typing import NDArray
 
 from elasticep.control import events as ev
 from elasticep.control.placement import InvalidPlacement, Placement
-from elasticep.control.state import HISTORY_LENGTH, Saved
+from elasticep.control.state import HISTORY_LENGTH, Past, Saved
 from elasticep.control.store import Delete, KeyValue, Put
 from elasticep.control.store.base import MAX_VALUE_BYTES
 from elasticep.control.views import View
@@ -79,11 +83,21 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Loaded:
-    """All that the store holds."""
+    """All that the store holds; `remains` are deleted groups of which there are keys left."""
 
     nodes: dict[str, Endpoint] = field(default_factory=dict)
     groups: dict[str, tuple[GroupConfig, Saved]] = field(default_factory=dict)
     view_revisions: dict[str, int] = field(default_factory=dict)
+    past: dict[str, Past] = field(default_factory=dict)
+    remains: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One instant, on this process's clock of events and on the one that all processes share."""
+
+    now_ms: int
+    unix_ms: int
 
 
 def view_key(group: str) -> str:
@@ -106,6 +120,17 @@ def put_config(config: GroupConfig) -> Put:
     """Write a group's config."""
     content: bytes = config.to_proto().SerializeToString(deterministic=True)
     return Put(f"{PREFIX}groups/{config.name}/config", content)
+
+
+def group_prefix(group: str) -> str:
+    """What the keys of a group begin with."""
+    return f"{PREFIX}groups/{group}/"
+
+
+def delete_group(group: str, past: Past, at: Moment) -> list[Put | Delete]:
+    """Take a group's config away, now. The rest under `group_prefix` means nothing without it."""
+    content = {**asdict(past), "at_unix_ms": at.unix_ms}
+    return [Delete(f"{group_prefix(group)}config"), Put(f"{PREFIX}past/{group}", _json(content))]
 
 
 def check_room(config: GroupConfig) -> None:
@@ -138,14 +163,6 @@ def check_import(placement: Placement) -> None:
 def view_bytes(view: View) -> bytes:
     """What lies under `/view`."""
     return zlib.compress(view.to_proto().SerializeToString(deterministic=True), level=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One instant, on this process's clock of events and on the one that all processes share."""
-
-    now_ms: int
-    unix_ms: int
 
 
 def operations(group: str, write: ev.Write, at: Moment) -> list[Put | Delete]:
@@ -197,12 +214,16 @@ def load(items: Iterable[KeyValue], at: Moment) -> Loaded:
         if kind == "nodes":
             endpoint = _read(item, _endpoint)
             loaded.nodes[endpoint.node] = endpoint
+        elif kind == "past":
+            loaded.past[rest] = _read(item, _past)
         elif kind == "groups":
             name, _, what = rest.partition("/")
             groups.setdefault(name, {})[what] = item
     for name, keys in groups.items():
         if "config" not in keys:
-            continue  # a group that was deleted by hand, in part
+            if name in loaded.past:
+                loaded.remains.add(name)
+            continue  # else it was deleted by hand, in part
         config: GroupConfig = _read(keys["config"], _config)
         loaded.groups[name] = (config, _saved(config, keys, at))
         if "view" in keys:
@@ -252,6 +273,11 @@ def _read(item: KeyValue, parse: Any) -> Any:
 def _endpoint(value: bytes) -> Endpoint:
     message = types_pb2.NodeEndpoint.FromString(value)
     return Endpoint(message.node, message.domain, message.grpc_address, message.fd_socket)
+
+
+def _past(value: bytes) -> Past:
+    plain = json.loads(value)
+    return Past(int(plain["incarnation"]), int(plain["epoch"]))
 
 
 def _config(value: bytes) -> GroupConfig:

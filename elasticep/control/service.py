@@ -191,6 +191,19 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
         return await self._typed(context, work)
 
+    async def DeleteGroup(  # noqa: N802
+        self, request: controller_pb2.DeleteGroupRequest, context: Context
+    ) -> controller_pb2.DeleteGroupResponse:
+        """Delete a group, or confirm that it is deleted."""
+
+        async def work() -> controller_pb2.DeleteGroupResponse:
+            deleted, fenced = await self._controller.leading().delete_group(
+                request.group, request.reason[:_MAX_REASON], force=request.force
+            )
+            return controller_pb2.DeleteGroupResponse(deleted=deleted, fenced=fenced)
+
+        return await self._typed(context, work)
+
     async def WatchView(  # noqa: N802
         self, request: controller_pb2.WatchViewRequest, context: Context
     ) -> AsyncIterator[types_pb2.View]:

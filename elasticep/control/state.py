@@ -32,6 +32,19 @@ class Saved:
     loads: Int64Array | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What deleted groups of a name have used up: lower numbers are theirs, for ever.
+
+    Attributes:
+        incarnation: no rank had this one or a later one.
+        epoch: no view had this one or a later one.
+    """
+
+    incarnation: int = 0
+    epoch: int = 1
+
+
 @dataclass(slots=True)
 class Left:
     """A member that ended, and the first epoch that says so (0: none yet)."""
@@ -97,7 +110,7 @@ class GroupState:
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
 
     @classmethod
-    def new(cls, config: GroupConfig, now_ms: int, saved: Saved | None) -> "GroupState":
+    def new(cls, config: GroupConfig, now_ms: int, saved: Saved | None, past: Past) -> "GroupState":
         """A group as the store knows it; a new one when it knows nothing."""
         policies = saved.policies if saved is not None and saved.policies else Policies.of(config)
         in_force = policies.apply(config)
@@ -105,8 +118,9 @@ class GroupState:
             config,
             policies,
             in_force,
-            {rank: Seat(rank) for rank in range(config.geometry.max_ranks)},
+            {rank: Seat(rank, past.incarnation) for rank in range(config.geometry.max_ranks)},
             Refusals(config.geometry.layers, config.geometry.experts),
+            next_epoch=past.epoch,
         )
         if saved is not None:
             state._restore(saved, now_ms)

@@ -70,7 +70,7 @@ def group_status(
                 reason=_reason(seat),
             )
             for _, seat in sorted(membership.seats.items())
-            if seat.incarnation or seat.held
+            if seat.node or seat.held
         ],
         history=membership.history,
         waiting=membership.waiting,

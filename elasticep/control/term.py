@@ -81,8 +81,13 @@ class Term:
         # One thread: a plan that hangs costs that one, however often it is given up and made anew.
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._plans: dict[str, asyncio.Task[None]] = {}
+        self._deletions: dict[str, Commit] = {}
         self.over = False
+        metrics.keep_only(self.cluster.groups)
         self._show_ages()
+        for name in sorted(loaded.remains):  # the leader that deleted it was interrupted
+            self._deletions[name] = Commit(name, [], sweeps=True)
+            self._enqueue(self._deletions[name])
         self._heartbeat = ControllerMessage(
             heartbeat=ControllerHeartbeat(leader_revision=lead.revision)
         )
@@ -163,7 +168,7 @@ class Term:
         self._guarded(lambda: self.cluster.hello(endpoint, session.session_id, seats, now_ms))
         self._log.info("node.connected", node=session.node, session=session.session_id)
         alive = {group for group, report in seats if report.incarnation}
-        for group in sorted(alive.difference(self.cluster.groups)):
+        for group in sorted(alive.difference(self.cluster.groups, self.cluster.past)):
             # Its ranks go on in the view that they have; the store was emptied, or is another one.
             self._log.error("group.unknown", group=group, node=session.node)
 
@@ -190,6 +195,8 @@ class Term:
 
     async def create_group(self, config: GroupConfig) -> bool:
         """Create a group; returns once that is in the store. `GroupMismatch` when it differs."""
+        while config.name in self._deletions:
+            await durable(self._deletions[config.name])
         now_ms = self.now_ms()
         created, outcomes = self.cluster.create_group(config, now_ms)
         self._show_ages()
@@ -198,6 +205,34 @@ class Term:
         self._do(outcomes)
         await durable(commit)
         return created
+
+    async def delete_group(
+        self, name: str, reason: str, *, force: bool
+    ) -> tuple[bool, tuple[int, ...]]:
+        """Delete a group; returns once nothing of it is in the store.
+
+        Returns:
+            Whether there was one, and the ranks whose engines are ended with it.
+
+        Raises:
+            UnknownGroup, UsageError, ConfigError: see `Cluster.delete_group`.
+        """
+        if name in self._deletions:
+            await durable(self._deletions[name])
+        why = f"group {name!r} was deleted{reason and f': {reason}'}"
+        deleted = self.cluster.delete_group(name, why, force=force)
+        if deleted is None:
+            return False, ()
+        operations = records.delete_group(name, deleted.past, self._moment())
+        commit = Commit(name, operations, after=deleted.after, sweeps=True)
+        self._deletions[name] = commit
+        plan = self._plans.pop(name, None)
+        if plan is not None:
+            plan.cancel()
+        self._enqueue(commit)
+        self._log.info("group.deleted", group=name, reason=reason, fenced=deleted.fenced)
+        await durable(commit)
+        return True, deleted.fenced
 
     async def operate(self, group: str, event: ev.Drain | ev.Undrain | ev.SetPolicies) -> None:
         """What an operator wants; returns once that is in the store."""
@@ -240,6 +275,7 @@ class Term:
                 return view
             if self.over:
                 raise NotLeader("this controller does not lead any more; ask the next leader")
+            self.cluster.membership(group)  # it may have been deleted
             await changed.wait()
 
     async def views(self, group: str) -> AsyncGenerator[View, None]:
@@ -305,10 +341,12 @@ class Term:
                     told[epoch] = send.view.to_proto()
                 message = messages.proposal_message(send, told[epoch], self.cluster.endpoints)
             elif isinstance(send, ev.Grant):
-                membership = self.cluster.membership(group)
+                membership = self.cluster.groups.get(group) or self.cluster.leaving[group]
                 message = messages.grant_message(membership.config, send, membership.policies)
             elif isinstance(send, ev.Tell):
                 message = messages.policies_message(group, send)
+            elif isinstance(send, ev.Forget):
+                message = messages.forget_message(group, send)
             else:
                 message = messages.fence_message(group, send)
             session.send(message)
@@ -324,8 +362,18 @@ class Term:
             self._guarded(lambda e=event: self.cluster.report(commit.group, e, self.now_ms()))  # type: ignore[misc]
         if commit.view is not None:
             self._published[commit.group] = commit.view
+        if commit.sweeps:
+            self._deleted(commit.group)
+        if commit.view is not None or commit.sweeps:
             self._changed.set()
             self._changed = asyncio.Event()
+
+    def _deleted(self, group: str) -> None:
+        """Nothing of a group is in the store, and everything that was before it in the queue."""
+        self._deletions.pop(group, None)
+        self.cluster.leaving.pop(group, None)
+        self._published.pop(group, None)
+        self._metrics.keep_only(self.cluster.groups)
 
     # ---- time
 

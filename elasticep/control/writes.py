@@ -30,12 +30,15 @@ _MOST_QUEUED: Final = 10_000
 
 @dataclass(slots=True)
 class Commit:
-    """Writes of one outcome, and what follows when they are in the store."""
+    """Writes of one outcome, and what follows when they are in the store; with `sweeps` all other
+    keys of the group go after them.
+    """
 
     group: str
     operations: list[Put | Delete]
     view: View | None = None
     after: Sequence[ev.Send] = ()
+    sweeps: bool = False
     done: "asyncio.Future[None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -138,6 +141,23 @@ class Writes:
             first = first[OPERATIONS:]
         if first or last:
             await self._transact(commit, [*first, *last], commit.view)
+        if commit.sweeps:
+            await self._sweep(commit)
+
+    async def _sweep(self, commit: Commit) -> None:
+        """Delete what is left of a group; what was queued before is written by now."""
+        while True:
+            try:
+                prefix = records.group_prefix(commit.group)
+                left = (await self._store.list(prefix)).items
+                break
+            except STORE_ERRORS as error:
+                self._outage.failed(error)
+                await asyncio.sleep(_PAUSE_S)
+        keys: list[Put | Delete] = [Delete(item.key) for item in left]
+        for first in range(0, len(keys), OPERATIONS):
+            await self._transact(commit, keys[first : first + OPERATIONS], None)
+        self._revisions.pop(commit.group, None)
 
     async def _transact(
         self, commit: Commit, operations: list[Put | Delete], view: View | None

@@ -429,6 +429,7 @@ class ControllerMessage(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     POLICIES_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> Global___SeatGrant: ...
     @_builtins.property
@@ -439,6 +440,8 @@ class ControllerMessage(_message.Message):
     def heartbeat(self) -> Global___ControllerHeartbeat: ...
     @_builtins.property
     def policies(self) -> Global___PoliciesChanged: ...
+    @_builtins.property
+    def forgotten(self) -> Global___GroupForgotten: ...
     def __init__(
         self,
         *,
@@ -447,12 +450,13 @@ class ControllerMessage(_message.Message):
         fence: Global___Fence | None = ...,
         heartbeat: Global___ControllerHeartbeat | None = ...,
         policies: Global___PoliciesChanged | None = ...,
+        forgotten: Global___GroupForgotten | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "forgotten", b"forgotten", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fence", b"fence", "forgotten", b"forgotten", "grant", b"grant", "heartbeat", b"heartbeat", "policies", b"policies", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["grant", "proposal", "fence", "heartbeat", "policies"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["grant", "proposal", "fence", "heartbeat", "policies", "forgotten"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -697,6 +701,40 @@ class Fence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fence: _TypeAlias = Fence  # noqa: Y015
+
+@_typing.final
+class GroupForgotten(_message.Message):
+    """A group was deleted: incarnations of it below this one are over, and when nothing runs of them any more
+    their memory is let go of. A group that is created anew under the name has later ones, which are granted
+    after this. May come more than once.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    incarnation: _builtins.int
+    epoch: _builtins.int
+    """no view of it had this one"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group", "incarnation", b"incarnation", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupForgotten: _TypeAlias = GroupForgotten  # noqa: Y015
 
 @_typing.final
 class ControllerHeartbeat(_message.Message):
@@ -1412,6 +1450,58 @@ class NodeOffRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeOffRequest: _TypeAlias = NodeOffRequest  # noqa: Y015
+
+@_typing.final
+class DeleteGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    force: _builtins.bool
+    """also while engines hold ranks: they are fenced"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        force: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "group", b"group", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupRequest: _TypeAlias = DeleteGroupRequest  # noqa: Y015
+
+@_typing.final
+class DeleteGroupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.bool
+    """false: it had been deleted before"""
+    @_builtins.property
+    def fenced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks that engines held"""
+
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.bool = ...,
+        fenced: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "fenced", b"fenced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupResponse: _TypeAlias = DeleteGroupResponse  # noqa: Y015
 
 @_typing.final
 class FreedSeats(_message.Message):

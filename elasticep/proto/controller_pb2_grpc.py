@@ -85,6 +85,11 @@ class ControllerServiceStub(object):
                 request_serializer=elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.SerializeToString,
                 response_deserializer=elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.FromString,
                 _registered_method=True)
+        self.DeleteGroup = channel.unary_unary(
+                '/elasticep.v1.ControllerService/DeleteGroup',
+                request_serializer=elasticep_dot_v1_dot_controller__pb2.DeleteGroupRequest.SerializeToString,
+                response_deserializer=elasticep_dot_v1_dot_controller__pb2.DeleteGroupResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -158,6 +163,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteGroup(self, request, context):
+        """Deletes a group; answers when that is in the store. Refused while engines hold ranks of it, unless forced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +222,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.NodeOff,
                     request_deserializer=elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.FromString,
                     response_serializer=elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.SerializeToString,
+            ),
+            'DeleteGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteGroup,
+                    request_deserializer=elasticep_dot_v1_dot_controller__pb2.DeleteGroupRequest.FromString,
+                    response_serializer=elasticep_dot_v1_dot_controller__pb2.DeleteGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -482,6 +499,33 @@ class ControllerService(object):
             '/elasticep.v1.ControllerService/NodeOff',
             elasticep_dot_v1_dot_controller__pb2.NodeOffRequest.SerializeToString,
             elasticep_dot_v1_dot_controller__pb2.NodeOffResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticep.v1.ControllerService/DeleteGroup',
+            elasticep_dot_v1_dot_controller__pb2.DeleteGroupRequest.SerializeToString,
+            elasticep_dot_v1_dot_controller__pb2.DeleteGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

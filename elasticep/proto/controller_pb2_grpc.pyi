@@ -50,6 +50,8 @@ class ControllerServiceStub:
     """Changes policies of a running group; answers when they are in the store."""
     NodeOff: _grpc.UnaryUnaryMultiCallable[_controller_pb2.NodeOffRequest, _controller_pb2.NodeOffResponse]
     """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
+    DeleteGroup: _grpc.UnaryUnaryMultiCallable[_controller_pb2.DeleteGroupRequest, _controller_pb2.DeleteGroupResponse]
+    """Deletes a group; answers when that is in the store. Refused while engines hold ranks of it, unless forced."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
@@ -72,6 +74,8 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """Changes policies of a running group; answers when they are in the store."""
     NodeOff: _aio.UnaryUnaryMultiCallable[_controller_pb2.NodeOffRequest, _controller_pb2.NodeOffResponse]  # type: ignore[assignment]
     """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
+    DeleteGroup: _aio.UnaryUnaryMultiCallable[_controller_pb2.DeleteGroupRequest, _controller_pb2.DeleteGroupResponse]  # type: ignore[assignment]
+    """Deletes a group; answers when that is in the store. Refused while engines hold ranks of it, unless forced."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -151,5 +155,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.NodeOffResponse, _abc.Awaitable[_controller_pb2.NodeOffResponse]]:
         """A node that is not heard of is off for good: its seats may be given to others, it is forgotten."""
+
+    @_abc_1.abstractmethod
+    def DeleteGroup(
+        self,
+        request: _controller_pb2.DeleteGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.DeleteGroupResponse, _abc.Awaitable[_controller_pb2.DeleteGroupResponse]]:
+        """Deletes a group; answers when that is in the store. Refused while engines hold ranks of it, unless forced."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

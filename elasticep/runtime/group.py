@@ -1,7 +1,8 @@
 """One group on one node: sizes, seats, peers' memory, and who its members are."""
 
+import asyncio
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from elasticep.device import Device
 from elasticep.errors import ElasticEPError
@@ -9,7 +10,7 @@ from elasticep.group import GroupConfig
 from elasticep.native.convert import geometry_struct, timeouts_struct
 from elasticep.native.region import layout
 from elasticep.proto import controller_pb2, types_pb2
-from elasticep.runtime import descriptors
+from elasticep.runtime import descriptors, seats
 from elasticep.runtime.keeper import SeatKeeper
 from elasticep.runtime.node import Node
 from elasticep.runtime.regions.keep import KeptGroup
@@ -38,6 +39,8 @@ class Group:
         nodes: node -> its daemon.
         weights: expert weights; None when engines keep their own.
         on_gpu: whether the data regions are GPU memory.
+        leaving: whether it was deleted: it stays while something of it runs.
+        grants: rank -> grant of a group that was created anew under the name, until then.
 
     Raises:
         ConfigError: the native core cannot do this geometry.
@@ -72,6 +75,9 @@ class Group:
         self.stager = Stager(node, self)
         arena = config.arena_layout()
         self.weights = None if arena is None else GroupWeights(node, self, arena)
+        self.leaving = False
+        self.grants: dict[int, controller_pb2.SeatGrant] = {}
+        self._gone: Callable[[Group], None] | None = None
 
     def create_memory(self, rank: int) -> SeatMemory:
         """Reserve a seat's memory.
@@ -157,6 +163,29 @@ class Group:
             weights={} if self.weights is None else self.weights.kept(),
         )
 
+    def leave(self, below: int, epoch: int, why: str, gone: "Callable[[Group], None]") -> None:
+        """It was deleted: end what runs of it.
+
+        Args:
+            below: incarnations that are over; a later one was granted since, and stays.
+            epoch: for engines, from which on they are no members.
+            why: for engines and logs.
+            gone: called when nothing runs any more.
+        """
+        old = [keeper for keeper in self.keepers.values() if keeper.seat.incarnation < below]
+        if len(old) == len(self.keepers):
+            self.leaving, self._gone = True, gone
+        for keeper in old:
+            keeper.apply(seats.Ended(keeper.seat.incarnation, why, epoch))
+        self.look()
+
+    def look(self) -> None:
+        """A seat has changed; a group that was deleted may be let go of."""
+        if self._gone is not None and self.idle:
+            # Not in the middle of what the last seat is about.
+            asyncio.get_running_loop().call_soon(self._gone, self)
+            self._gone = None
+
     @property
     def idle(self) -> bool:
         """Whether no seat of it has a process."""
@@ -201,7 +230,7 @@ class Registry:
             except ElasticEPError:
                 if not group.idle:
                     raise
-                # The group was deleted and made anew: nothing of the old one is in use.
+                # The group is another one now: nothing of the old one is in use.
                 self.remove(group.name)
             else:
                 return group
@@ -216,6 +245,12 @@ class Registry:
         if group is not None:
             group.drop_memory()
             group.close()
+            self._node.metrics.forget(name)
+
+    def present(self, name: str) -> Group | None:
+        """A group that is known here and was not deleted."""
+        group = self.groups.get(name)
+        return None if group is None or group.leaving else group
 
     def keeper(self, group: str, rank: int) -> SeatKeeper | None:
         """A seat's keeper, if its group is known here and the seat is this node's."""

@@ -103,6 +103,7 @@ class SeatKeeper:
             self._events.clear()
         self.changed.notify()
         self.node.save()
+        self.group.look()
 
     def _step(self, event: seats.Event) -> None:
         before = self.seat

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from elasticep import __version__
 from elasticep.errors import ConfigError
 from elasticep.runtime.weights.metrics import WeightsMetrics
+from elasticep.series import drop_groups
 
 _MS: Final = 1e-3
 # From a tenth of a millisecond, what a robust futex takes, up to what only a timeout finds.
@@ -113,6 +114,11 @@ class Metrics:
         self.weights.register(registry)
         for state in STATES:
             self.seats.labels(state).set(0)
+
+    def forget(self, group: str) -> None:
+        """Show nothing of a group any more."""
+        by_group = (self.deaths, self.staged, self.adopted, *self.weights.by_group)
+        drop_groups(by_group, lambda name: name == group)
 
     def read_steps(self, read: Callable[[], Iterable[StepCounts]]) -> None:
         """Where the step counters come from."""

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from elasticep.errors import ConfigError, UnknownRank
+from elasticep.errors import ConfigError, ElasticEPError, UnknownRank
 from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.runtime import seats
@@ -50,14 +50,13 @@ class NodeOrders:
     def hello(self) -> controller_pb2.NodeHello:
         """This node and all its seats as they are now."""
         config = self._node.config
+        for group in self._registry.groups.values():
+            group.grants.clear()  # what holds is granted again
         seats_now = [keeper.message() for keeper in self._registry.keepers()]
         self._hello_seats = {(seat.group, seat.rank): seat for seat in seats_now}
-        for group, ranks in self._registry.offered.items():
-            if group not in self._registry.groups:
-                seats_now += [
-                    types_pb2.Seat(group=group, rank=rank, state=types_pb2.SEAT_STATE_EMPTY)
-                    for rank in ranks
-                ]
+        for name in self._registry.offered:
+            if name not in self._registry.groups:
+                seats_now += self._offers(name)
         return controller_pb2.NodeHello(
             endpoint=types_pb2.NodeEndpoint(
                 node=config.node,
@@ -68,6 +67,13 @@ class NodeOrders:
             session_id=self._session_id,
             seats=seats_now,
         )
+
+    def _offers(self, group: str) -> list[types_pb2.Seat]:
+        """The seats of a group that is not known here."""
+        return [
+            types_pb2.Seat(group=group, rank=rank, state=types_pb2.SEAT_STATE_EMPTY)
+            for rank in self._registry.offered.get(group, ())
+        ]
 
     def connected(self) -> None:
         """The hello was taken: say again what no hello carries, and what changed since it left."""
@@ -135,6 +141,8 @@ class NodeOrders:
                 known = self._registry.groups.get(message.policies.group)
                 if known is not None:  # else it comes with the first grant
                     known.set_policies(message.policies.policies)
+            case "forgotten":
+                self._forget(message.forgotten)
             case _:
                 return  # a heartbeat, or an order of a later version
 
@@ -147,6 +155,10 @@ class NodeOrders:
                 f"rank {grant.rank} of group {config.name!r} was granted to node "
                 f"{self._node.config.node!r}, which does not offer it"
             )
+        known = self._registry.groups.get(config.name)
+        if known is not None and known.leaving:
+            known.grants[grant.rank] = grant  # nobody else has the seat before that is over
+            return
         group = self._registry.ensure(config)
         if grant.HasField("policies"):
             group.set_policies(grant.policies)
@@ -159,6 +171,31 @@ class NodeOrders:
             )
         allocate = group.on_gpu and keeper.memory is None
         keeper.apply(seats.Granted(grant.incarnation, allocate))
+
+    def _forget(self, gone: controller_pb2.GroupForgotten) -> None:
+        group = self._registry.groups.get(gone.group)
+        if group is None:
+            return
+        self._node.log.info("group.deleted", group=gone.group, why=gone.reason)
+        group.leave(gone.incarnation, gone.epoch, gone.reason, self._forgotten)
+        self._groups_changed.notify()
+
+    def _forgotten(self, group: Group) -> None:
+        """Nothing runs of a group that was deleted: its name is free."""
+        if self._registry.groups.get(group.name) is not group:
+            return
+        self._registry.remove(group.name)
+        self._node.log.info("group.forgotten", group=group.name)
+        self._node.save()
+        for grant in group.grants.values():
+            try:
+                self._grant(grant)
+            except ElasticEPError as error:
+                self._node.log.error("controller.order_refused", order="grant", error=str(error))
+        for seat in self._offers(group.name):
+            if seat.rank not in group.grants:
+                self._node.send(controller_pb2.NodeMessage(seat=seat))
+        self._groups_changed.notify()
 
     def _group(self, name: str) -> Group:
         group = self._registry.groups.get(name)

@@ -225,18 +225,29 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             )
         sizes = layout(geometry_struct(config))
         self._check_layout(request, sizes.digest)
-        known = self._registry.groups.get(request.group)
-        if known is not None:
-            known.config.require_same(config)
-            return
+        now = asyncio.get_running_loop().time
+        known = self._registry.present(request.group)
+        try:
+            if known is not None:
+                known.config.require_same(config)
+                return
+        except GroupMismatch:
+            # It may have been deleted while this daemon was away: then the controller says so.
+            soon_s = min(self._node.limits.unreachable_s, deadline - now())
+            session = self._session
+            if not await session.changed.until(lambda: session.connected, soon_s):
+                raise
         ranks = self._registry.offered[config.name]
         seats_here = sum(rank < config.geometry.max_ranks for rank in ranks)
         data_bytes = 0 if config.device is Device.CUDA else sizes.data_bytes
         require_capacity(
             config, sizes.header_bytes + data_bytes, seats_here, self._node.config.node
         )
-        left_s = max(0.001, deadline - asyncio.get_running_loop().time())
-        await self._session.create_group(request.config, left_s)
+        await self._session.create_group(request.config, max(0.001, deadline - now()))
+        await self._groups_changed.until(
+            lambda: self._registry.present(request.group) is not known or known is None,
+            deadline - now(),
+        )
 
     @staticmethod
     def _check_layout(request: node_pb2.AttachRequest, digest: int) -> None:
@@ -248,17 +259,14 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             )
 
     async def _keeper(self, request: node_pb2.AttachRequest, deadline: float) -> SeatKeeper:
-        def found() -> SeatKeeper | None:
-            return self._registry.keeper(request.group, request.rank)
-
         left_s = deadline - asyncio.get_running_loop().time()
         await self._groups_changed.until(
-            lambda: found() is not None or request.group in self._registry.groups, left_s
+            lambda: self._registry.present(request.group) is not None, left_s
         )
-        keeper = found()
-        if keeper is not None:
-            return keeper
-        if request.group in self._registry.groups:
+        group = self._registry.present(request.group)
+        if group is not None:
+            if request.rank in group.keepers:
+                return group.keepers[request.rank]
             raise UnknownRank(
                 f"rank {request.rank} is beyond geometry.max_ranks of group {request.group!r}"
             )
@@ -282,9 +290,17 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         def failed() -> ElasticEPError | None:
             return keeper.failure.of(keeper.seat)
 
+        def over() -> bool:
+            return keeper.group.leaving
+
         await keeper.changed.until(
-            lambda: bool(keeper.free(pid) or keeper.taken(pid) or failed()), left_s
+            lambda: bool(over() or keeper.free(pid) or keeper.taken(pid) or failed()), left_s
         )
+        if over():
+            raise UnknownGroup(
+                f"group {keeper.group.name!r} was deleted while rank {keeper.rank} of it was "
+                "waited for; attach with the config of the group that is to take its place"
+            )
         if keeper.free(pid):
             return
         failure = failed()

@@ -19,11 +19,12 @@ def waits_for(registry: Registry, group: str, rank: int, *, connected: bool) -> 
         rank: the seat.
         connected: whether a controller has this node's hello.
     """
-    keeper = registry.keeper(group, rank)
-    if keeper is not None:
-        return _seat(keeper, connected)
+    known = registry.present(group)
+    if known is not None:
+        keeper = known.keepers.get(rank)
+        return _seat(keeper, connected) if keeper is not None else "the group has no such rank"
     if group in registry.groups:
-        return "the group has no such rank"
+        return "the group was deleted, and what ran in it on this node is being ended"
     if not connected:
         return "the group is not known here yet, and no controller answers this node's daemon"
     return (

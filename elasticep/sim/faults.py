@@ -45,6 +45,8 @@ KINDS: Final[dict[str, int]] = {
     "break-link": 3,
     "lossy-network": 2,
 }
+# Drawn when they are asked for by name.
+ON_REQUEST: Final[dict[str, int]] = {"recreate-group": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Fault:
 
     Attributes:
         at_ms: after the group serves.
-        kind: a key of `KINDS`.
+        kind: a key of `KINDS` or `ON_REQUEST`.
         target: whom, as a number that the world maps to what there is.
         lasts_ms: until it is over, for those that end.
     """
@@ -72,7 +74,7 @@ def draw(
 ) -> tuple[Fault, ...]:
     """Faults in the order of their times; half of them close together. `only`: of these kinds."""
     kinds = list(only or KINDS)
-    weights = [KINDS[kind] for kind in kinds]
+    weights = [(KINDS | ON_REQUEST)[kind] for kind in kinds]
     faults = []
     center = rng.randrange(within_ms)
     for kind in rng.choices(kinds, weights, k=count):
@@ -291,6 +293,11 @@ class Injector:
             ),
         )
         self._w.set_policies(seat.group, policies)
+
+    def _recreate_group(self, fault: Fault) -> None:
+        """A group is deleted, whoever serves in it, and created anew under its name."""
+        _, seat = self._w.pick_seat(fault.target)
+        self._w.recreate(seat.group)
 
     # ---- the end of all faults
 

@@ -1,9 +1,10 @@
 """One simulated cluster: store, controllers, nodes, ranks, and an operator."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final
 
 from elasticep.control import events as ev
 from elasticep.control.background import Ask, Pause, Resume
@@ -25,6 +26,9 @@ from elasticep.sim.nodes import SimNode
 from elasticep.sim.plants import Plant
 from elasticep.sim.store import StoreServer
 from elasticep.spec import ExchangeSpec
+
+if TYPE_CHECKING:
+    from elasticep.control.term import Term
 
 TIMEOUTS: Final = Timeouts(
     suspect_after_ms=150,
@@ -128,6 +132,7 @@ class World:
         self.policies: dict[str, Policies] = {}  # acknowledged
         self._operators = loop.create_future()
         self._rebalances: dict[str, int] = {}
+        self.recreating: set[str] = set()
         self._paused: dict[str, bool] = {}  # group -> whether the last pause is acknowledged
 
     # ---- parts
@@ -232,6 +237,42 @@ class World:
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
 
+    def recreate(self, group: str) -> None:
+        """An operator deletes a group and creates it anew, and asks again until both are
+        acknowledged.
+        """
+        if group in self.recreating:
+            return
+        self.recreating.add(group)
+        task = self.loop.create_task(self._recreate(group))
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+
+    async def _recreate(self, group: str) -> None:
+        await self._insist(lambda term: term.delete_group(group, "", force=True))
+        # What was acknowledged went with the group; an answer that is on its way is none of it.
+        for key in [key for key in self._asked if key[0] == group]:
+            self._asked[key] += 1
+            self.checker.acknowledged.pop(key, None)
+        for numbers, known in ((self._policies_asked, self.policies), (self._rebalances, None)):
+            numbers[group] = numbers.get(group, 0) + 1
+            (self._paused if known is None else known).pop(group, None)
+        self.checker.trace(f"operator: {group} is deleted")
+        await self._insist(lambda term: term.create_group(self.configs[group]))
+        self.checker.trace(f"operator: {group} is created anew")
+        self.recreating.discard(group)
+
+    async def _insist(self, ask: "Callable[[Term], Awaitable[object]]") -> None:
+        """Ask whoever leads, again and again, until it is acknowledged."""
+        while True:
+            term = next((c.term for c in self.controllers if c.term is not None), None)
+            with contextlib.suppress(ElasticEPError, TimeoutError):
+                if term is not None:
+                    async with asyncio.timeout(2.0):
+                        await ask(term)
+                    return
+            await asyncio.sleep(0.05)
+
     async def create(self) -> None:
         """An operator creates the groups, and asks again until each is acknowledged."""
         todo = dict(self.configs)
@@ -277,6 +318,8 @@ class World:
         term = next((c.term for c in self.controllers if c.term and not c.term.over), None)
         if term is None:
             return "nobody leads"
+        if self.recreating:
+            return f"group {min(self.recreating)} is being deleted and created anew"
         for name in self.configs:
             membership = term.cluster.groups.get(name)
             if membership is None or membership.view is None:

@@ -14,7 +14,10 @@ from typing import Any, Final
 
 import grpc
 
+from elasticep.errors import GroupMismatch
+from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
+from elasticep.rpc import DETAILS_KEY, status_of
 
 DEADLINE_S: Final = 60.0
 _HEARTBEAT_S: Final = 0.2
@@ -55,10 +58,18 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
     def CreateGroup(  # noqa: N802
         self, request: controller_pb2.CreateGroupRequest, context: Any
     ) -> controller_pb2.CreateGroupResponse:
-        """Accept any group, once."""
-        created = request.config.name not in self.groups
-        self.create_group(request.config)
-        return controller_pb2.CreateGroupResponse(created=created)
+        """Accept any group, once, as it is."""
+        known = self.groups.get(request.config.name)
+        try:
+            if known is not None:
+                GroupConfig.from_proto(known).require_same(GroupConfig.from_proto(request.config))
+        except GroupMismatch as error:
+            code, content = status_of(error)
+            context.set_trailing_metadata(((DETAILS_KEY, content),))
+            context.abort(code, str(error))
+        if known is None:
+            self.create_group(request.config)
+        return controller_pb2.CreateGroupResponse(created=known is None)
 
     def WatchView(  # noqa: N802
         self, request: controller_pb2.WatchViewRequest, context: Any
@@ -95,6 +106,12 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
     ) -> controller_pb2.NodeOffResponse:
         """No effect: no seat is kept."""
         return controller_pb2.NodeOffResponse()
+
+    def DeleteGroup(  # noqa: N802
+        self, request: controller_pb2.DeleteGroupRequest, context: Any
+    ) -> controller_pb2.DeleteGroupResponse:
+        """No effect: tests order nodes to forget groups themselves."""
+        return controller_pb2.DeleteGroupResponse()
 
     def Rebalance(  # noqa: N802
         self, request: controller_pb2.RebalanceRequest, context: Any

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from elasticep.control import deletion, records
 from elasticep.control import events as ev
-from elasticep.control import records
 from elasticep.control.events import Fence, Grant, Outcome, Propose, SeatReport, SeatState
 from elasticep.control.membership import Membership, Saved
+from elasticep.control.state import Past
 from elasticep.control.store.base import check_operations
 from elasticep.control.views import View
 from elasticep.control.writes import OPERATIONS
@@ -67,6 +68,8 @@ class SimNode:
     seats: dict[int, SimSeat]
     up: bool = True
     inbox: list[ev.Send] = field(default_factory=list)
+    forgot: int = 0  # incarnations below were a deleted group's
+    later: dict[int, Grant] = field(default_factory=dict)  # that wait for their end
 
 
 class World:
@@ -86,13 +89,9 @@ class World:
         self.attach = attach
         self.nodes = {n: SimNode(n, {r: SimSeat(r) for r in ranks}) for n, ranks in nodes.items()}
         self.membership: Membership
+        self.past = Past()
+        self._empty_store()
         self.lead(None)
-        self.saved_view: View | None = None
-        self.saved_adopted = 0
-        self.saved_seats: dict[int, ev.SaveSeat] = {}
-        self.saved_policies: Policies | None = None
-        self.saved_rebalance: ev.SaveRebalance | None = None
-        self.saved_loads: ev.SaveLoads | None = None
         self.proposed: list[View] = []
         self.notices: list[ev.Notice] = []
         self.told: dict[str, Policies] = {}  # node -> what it heard last
@@ -103,6 +102,25 @@ class World:
             self.connect(name)
 
     # ---- the store and the network
+
+    def _empty_store(self) -> None:
+        self.saved_view: View | None = None
+        self.saved_adopted = 0
+        self.saved_seats: dict[int, ev.SaveSeat] = {}
+        self.saved_policies: Policies | None = None
+        self.saved_rebalance: ev.SaveRebalance | None = None
+        self.saved_loads: ev.SaveLoads | None = None
+
+    def delete_and_create(self) -> None:
+        """The group is deleted, whatever runs, and created anew at once."""
+        up = [node.name for node in self.nodes.values() if node.up]
+        deleted = deletion.delete(self.membership, up, "it was deleted", force=True)
+        self.past = deleted.past
+        self._empty_store()
+        self._send(deleted.after)
+        self.lead(None)
+        for name in up:
+            self.feed(ev.NodeHello(name, self._reports(name)))
 
     def feed(self, event: ev.Event) -> Outcome:
         """Give the membership one event; write and send what it wants."""
@@ -151,7 +169,7 @@ class World:
 
     def lead(self, saved: Saved | None) -> None:
         """A controller begins to lead, with what the store holds."""
-        self.membership = Membership(self.config, self.now_ms, saved)
+        self.membership = Membership(self.config, self.now_ms, saved, self.past)
 
     def decide(self, event: ev.Event) -> Outcome:
         """What the membership wants done after an event."""
@@ -176,8 +194,16 @@ class World:
         """A node's session begins, or begins again: what was on its way is lost."""
         node = self.nodes[name]
         node.inbox.clear()
+        node.later.clear()
         node.up = True
-        self.feed(ev.NodeHello(name, tuple(s.report() for s in node.seats.values())))
+        reports = self._reports(name)
+        said = {(self.config.name, report.rank): report for report in reports}
+        for _, sends in deletion.leftovers(name, said, {self.config.name: self.past}):
+            self._send(sends)
+        self.feed(ev.NodeHello(name, reports))
+
+    def _reports(self, name: str) -> tuple[SeatReport, ...]:
+        return tuple(seat.report() for seat in self.nodes[name].seats.values())
 
     def cut(self, name: str, *, gone: bool = False) -> None:
         """A node's session ends; `gone`: for longer than the node timeout."""
@@ -209,6 +235,8 @@ class World:
             self._fence(node, message)
         elif isinstance(message, ev.Tell):
             self.told[name] = message.policies
+        elif isinstance(message, ev.Forget):
+            node.forgot = message.incarnation
         else:
             self._propose(node, message)
         return True
@@ -227,6 +255,9 @@ class World:
             self._tell(node, seat)  # heard twice: say again where it is
             return
         assert grant.incarnation > seat.incarnation, (grant, seat)
+        if seat.incarnation < node.forgot and seat.state is not SeatState.EMPTY:
+            node.later[grant.rank] = grant  # when nothing is left of the deleted group
+            return
         assert seat.state is SeatState.EMPTY, (grant, seat)
         node.seats[grant.rank] = SimSeat(grant.rank, grant.incarnation, SeatState.READY)
         self._tell(node, node.seats[grant.rank])
@@ -290,6 +321,8 @@ class World:
     def _tell(self, node: SimNode, seat: SimSeat) -> None:
         if node.up:
             self.feed(ev.SeatChanged(node.name, seat.report()))
+        if seat.state is SeatState.EMPTY and seat.rank in node.later:
+            self._grant(node, node.later.pop(seat.rank))
 
     def kill(self, rank: int, cause: str = "worker died") -> None:
         """SIGKILL of a rank's worker or engine; its node reports it and cleans up."""

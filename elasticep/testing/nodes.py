@@ -364,6 +364,8 @@ def _group(order: controller_pb2.ControllerMessage) -> str:
             return order.grant.config.name
         case "fence":
             return order.fence.group
+        case "forgotten":
+            return order.forgotten.group
         case _:
             return order.policies.group
 

@@ -58,6 +58,17 @@ def test_each_kind_of_fault_alone_is_survived_and_told(kind: str) -> None:
     assert sum(f"fault: {kind} " in line for line in result.log) == 3
 
 
+def test_a_group_created_anew_under_faults_has_nothing_of_the_old_one() -> None:
+    """Its epochs and incarnations go on: the checker knows both groups as one, and its history."""
+    kinds = ("recreate-group", "kill-daemon", "kill-controller", "cut-node")
+    anew = 0
+    for seed in range(15):
+        result = run(short(seed, kinds=kinds))
+        assert not result.violations, "\n".join(map(str, (result.scenario, *result.violations)))
+        anew += sum("is created anew" in line for line in result.log)
+    assert anew >= 8
+
+
 def test_a_rank_in_warmup_is_not_expelled_for_standing_still() -> None:
     for seed in range(10):
         result = run(Scenario(seed=seed, ranks=4, nodes=2, faults=4, kinds=("warm-rank",)))

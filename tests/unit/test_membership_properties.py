@@ -41,7 +41,7 @@ class Twins(World):
 
     def lead(self, saved: Saved | None) -> None:
         super().lead(saved)
-        self.twin = Membership(self.config, self.now_ms, saved)
+        self.twin = Membership(self.config, self.now_ms, saved, self.past)
 
     def decide(self, event: ev.Event) -> Outcome:
         try:
@@ -178,6 +178,12 @@ class GroupUnderFaults(RuleBasedStateMachine):
     def next_leader(self) -> None:
         self.world.restart_controller()
 
+    @rule()
+    def delete_and_create(self) -> None:
+        """No number of the old group's may come again: the invariants look at all views."""
+        self.world.delete_and_create()
+        self.renormalise = self.world.membership.policies.renormalise
+
     # ---- what must hold
 
     @invariant()
@@ -218,7 +224,7 @@ class GroupUnderFaults(RuleBasedStateMachine):
 
     @invariant()
     def at_most_two_views_are_unadopted(self) -> None:
-        if not hasattr(self, "world") or not self.world.proposed:
+        if not hasattr(self, "world") or self.world.membership.view is None:
             return
         view, seats = self.world.view, self.world.membership.seats
         live = [
@@ -242,7 +248,7 @@ class GroupUnderFaults(RuleBasedStateMachine):
         assert self.world.saved_view is membership.view
         assert self.world.saved_adopted == membership.adopted_epoch
         for rank, seat in membership.seats.items():
-            if seat.incarnation:
+            if seat.node:
                 saved = self.world.saved_seats[rank]
                 assert saved.incarnation == seat.incarnation, "a number could be given out twice"
                 assert (saved.phase in (Phase.FENCED, Phase.GONE)) == (not seat.live)

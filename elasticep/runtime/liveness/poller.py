@@ -55,6 +55,9 @@ class Poller:
         for group in self._registry.groups.values():
             if group.weights is not None:
                 group.weights.count()
+        here = {(keeper.group.name, keeper.rank) for keeper in keepers}
+        for key in self._reported.keys() - here:  # of a group that was deleted
+            del self._reported[key]
         self._steps = tuple(steps)
         self._node.metrics.waits.set(len(self._reported))
         count = Counter(str(keeper.seat.state) for keeper in keepers)

@@ -61,6 +61,11 @@ class WeightsMetrics:
         for kind in Kind:
             self.bytes.labels(kind.value)
 
+    @property
+    def by_group(self) -> tuple[Counter | Gauge, ...]:
+        """Those that have a label `group`."""
+        return self.units, self.slots, self.gpu, self.backup
+
     def register(self, registry: CollectorRegistry) -> None:
         """Show them on a daemon's page."""
         for metric in (
