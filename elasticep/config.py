@@ -182,6 +182,9 @@ class ControllerConfig:
         metrics_host: interface of `/metrics`.
         store: "etcd", or "memory" (one controller, nothing survives it).
         etcd_endpoints: "host:port" of the etcd members.
+        etcd_cert: PEM file of a certificate for mutual TLS towards etcd; empty: no TLS.
+        etcd_key: PEM file of its key.
+        etcd_ca: PEM file of the authorities that sign etcd's certificates.
         lease_ttl_s: how long a silent leader keeps the lead, seconds.
         name: this controller in logs and status; empty: host name and process id.
         tls: mutual TLS of the gRPC port.
@@ -193,6 +196,9 @@ class ControllerConfig:
     metrics_host: str = _setting(parsers.text, default="127.0.0.1")
     store: str = _setting(parsers.text, default="etcd")
     etcd_endpoints: tuple[str, ...] = _setting(parsers.texts, default=())
+    etcd_cert: str = _setting(parsers.text, default="")
+    etcd_key: str = _setting(parsers.text, default="")
+    etcd_ca: str = _setting(parsers.text, default="")
     lease_ttl_s: int = _setting(parsers.whole(1, 60), default=2)
     name: str = _setting(parsers.text, default="")
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -210,8 +216,15 @@ class ControllerConfig:
             raise ConfigError('controller.etcd_endpoints means nothing with store = "memory"')
         for endpoint in self.etcd_endpoints:
             split_address(endpoint)
+        if len({bool(self.etcd_cert), bool(self.etcd_key), bool(self.etcd_ca)}) > 1:
+            raise ConfigError("controller.etcd_cert, .etcd_key, .etcd_ca: give all three, or none")
         if self.advertise and not self.advertise.startswith("unix:"):
             split_address(self.advertise)
+
+    @property
+    def etcd_tls(self) -> TlsConfig:
+        """Mutual TLS towards etcd."""
+        return TlsConfig(cert=self.etcd_cert, key=self.etcd_key, ca=self.etcd_ca)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

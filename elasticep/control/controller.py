@@ -44,7 +44,8 @@ def open_store(config: ControllerConfig) -> Store:
         return MemoryStore()
     from elasticep.control.store.etcd import EtcdStore
 
-    return EtcdStore(config.etcd_endpoints)
+    tls = config.etcd_tls
+    return EtcdStore(config.etcd_endpoints, tls=tls.read() if tls.enabled else None)
 
 
 class Controller:

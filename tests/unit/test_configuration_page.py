@@ -33,6 +33,7 @@ SECTIONS: dict[str, Any] = {
 }
 # A value of each key that differs from its default, as a variable says it, and what it becomes.
 TLS = {"tls.cert": "/c.crt", "tls.key": "/c.key", "tls.ca": "/ca.crt"}
+ETCD_TLS = {"etcd_cert": "/e.crt", "etcd_key": "/e.key", "etcd_ca": "/e-ca.crt"}
 SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "controller": {
         "listen": ("127.0.0.1:1", "127.0.0.1:1"),
@@ -41,6 +42,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
         "metrics_host": ("0.0.0.0", "0.0.0.0"),
         "store": ("memory", "memory"),
         "etcd_endpoints": ("a:1,b:2", ("a:1", "b:2")),
+        **{key: (path, path) for key, path in ETCD_TLS.items()},
         "lease_ttl_s": ("5", 5),
         "name": ("c-0", "c-0"),
         **{key: (path, path) for key, path in TLS.items()},
@@ -144,8 +146,10 @@ def test_each_variable_of_the_page_sets_its_key(section: str, key: str) -> None:
     environment = {}
     if section == "controller" and key != "store":  # etcd, the default, needs its addresses
         environment = {"ELASTICEP_CONTROLLER_ETCD_ENDPOINTS": "e:2379"}
-    if key.startswith("tls."):
-        environment |= {section_table(section)[name][0].strip("`"): TLS[name] for name in TLS}
+    for together in (TLS, ETCD_TLS):  # all three, or none
+        if key in together:
+            for name, path in together.items():
+                environment[section_table(section)[name][0].strip("`")] = path
     text, expected = SAMPLES[section][key]
     config = load_config(SECTIONS[section], env={**environment, variable: text})
     value: Any = config

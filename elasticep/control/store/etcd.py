@@ -84,8 +84,9 @@ class EtcdStore:
     ) -> None:
         if not endpoints:
             raise ConfigError("no etcd endpoint is given")
-        credentials = None
+        credentials, self._silence = None, "no endpoint answers"
         if tls is not None:
+            self._silence += ", or takes these certificates"
             key, cert, ca = tls
             credentials = grpc.ssl_channel_credentials(ca, key, cert)
         self._endpoints = [_Endpoint(address, credentials) for address in endpoints]
@@ -278,7 +279,7 @@ class EtcdStore:
         repeatable: bool,
     ) -> _T:
         end = time.monotonic() + deadline_s
-        last = "no endpoint answers"
+        last = self._silence
         while not self._closed.is_set():
             left = end - time.monotonic()
             if left <= 0:
