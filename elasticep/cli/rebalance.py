@@ -88,6 +88,7 @@ def _flags(names: Iterable[str]) -> str:
 
 def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
     from elasticep.proto import controller_pb2 as pb
+    from elasticep.rpc import MAX_REQUEST_BYTES
 
     actions = {
         "dry_run": pb.REBALANCE_ACTION_DRY_RUN,
@@ -111,6 +112,12 @@ def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
             raise ConfigError(f"cannot read {options['plan_file']}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{options['plan_file']} is no text, so no JSON") from None
+        if request.ByteSize() > MAX_REQUEST_BYTES:
+            raise ConfigError(
+                f"{options['plan_file']} makes a request of {request.ByteSize()} bytes; a "
+                f"controller takes {MAX_REQUEST_BYTES}: write it without spaces and line breaks, "
+                "or in a form without weights"
+            )
     return request
 
 

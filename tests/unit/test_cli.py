@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticep.cli.main import cli
-from elasticep.errors import ElasticEPError, NotLeader, Unavailable
+from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
 from elasticep.rpc import DETAILS_KEY, status_of
 
@@ -227,6 +227,15 @@ def test_what_operators_change_is_said_in_words_or_as_json(
         assert run(f"{line} --controllers {address}") == (0, f"{text}\n")
         code, said = run(f"{line} --controllers {address} --output json")
         assert (code, json.loads(said)) == (0, plain)
+
+
+def test_a_plan_larger_than_a_request_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(f"[{' ' * (5 << 20)}]")
+    line = f"rebalance g --import {file} --controllers 127.0.0.1:1"
+    error = CliRunner().invoke(cli, line.split()).exception
+    assert isinstance(error, ConfigError)
+    assert "a controller takes 4194304: write it without spaces" in str(error)
 
 
 def test_a_leader_that_did_part_of_it_is_not_taken_for_none() -> None:
