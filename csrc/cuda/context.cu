@@ -13,7 +13,7 @@ using namespace epc;
 
 namespace {
 
-__global__ void clock_kernel(volatile u64* const out) { *out = wall_ns(); }
+__global__ void clock_kernel(u64* out) { *out = wall_ns(); }
 
 }  // namespace
 
@@ -228,10 +228,9 @@ int epc_context::open_tables() {
 
 int epc_context::open_state() {
   EPC_TRY(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  EPC_TRY(launch(clock_kernel, reinterpret_cast<volatile u64*>(domain.record), Shape{1, 1, 0, false}, side));
+  EPC_TRY(launch_block(clock_kernel, 1, side, &domain.record->at));
   EPC_TRY(cudaStreamSynchronize(side));
-  record->offset = ep::now_ns() - record->info.epoch;
-  record->info.epoch = 0;
+  record->offset = ep::now_ns() - record->at;
   State initial{};
   initial.torn = 1;
   initial.incarnation = config.incarnation;
@@ -262,10 +261,10 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
 // The clocks of GPU and host drift apart, and the daemon is told in the host's when a wait began: it must not seem longer than
 // it is. A difference that is read late is too large, never too small.
 void epc_context::note_clock(bool at_once) {
-  volatile Record& r = *record;
-  const long long kept = static_cast<long long>(r.offset), read = static_cast<long long>(ep::now_ns() - r.at);
-  if (read < kept) r.offset = u64(read);
-  else if (at_once) r.offset = u64(kept + (read - kept) / 16);
+  const u64 at = __atomic_load_n(&record->at, __ATOMIC_RELAXED);
+  const long long kept = static_cast<long long>(record->offset), read = static_cast<long long>(ep::now_ns() - at);
+  const long long next = read < kept ? read : at_once ? kept + (read - kept) / 16 : kept;
+  if (next != kept) __atomic_store_n(&record->offset, u64(next), __ATOMIC_RELAXED);
 }
 
 int epc_context::copy_loads() {

@@ -1,6 +1,4 @@
 // Dispatch and combine on the host: arguments are checked here, and which kernels do it is chosen here.
-#include <atomic>
-
 #include "../common/errors.h"
 #include "../common/sys.h"
 #include "shapes.h"
@@ -18,6 +16,7 @@ int find(epc_context* c, u32 exchange, u32 channel, Exchange** out) {
   return 0;
 }
 
+// Lanes of a warp, of 16 elements each, that share a scale.
 u32 lanes_of(u32 dtype) { return dtype == EP_FP8 ? 8 : dtype == EP_MXFP8 ? 2 : 1; }
 
 int payload_for(const epc_context& c, const epc_dispatch_args& a, const Exchange& x, Payload* out) {
@@ -244,16 +243,16 @@ int epc_wait_counts(epc_context* c, uint32_t exchange, uint32_t channel, epc_cou
   const u64 ticket = c->counted[exchange][channel];
   if (!ticket)
     return ep::fail(EP_EUSAGE, "exchange %u has no count to wait for: it needs cpu_sync and a dispatch that was not captured in a graph", exchange);
-  const volatile HostCounts& seen = c->record->counts[exchange][channel];
-  // The kernels before it end by arrival or by tearing; a device that has failed shows in the stream.
-  for (u64 asked = ep::now_ns(); seen.ticket < ticket;) {
+  const HostCounts& seen = c->record->counts[exchange][channel];
+  // The kernels before it end by arrival or by tearing; a device that has failed shows in the stream. The ticket is released by
+  // the kernel that writes the counts before it.
+  for (u64 asked = ep::now_ns(); __atomic_load_n(&seen.ticket, __ATOMIC_ACQUIRE) < ticket;) {
     const u64 now = ep::now_ns();
     if (now - asked < 1'000'000) continue;
     asked = now;
     const cudaError_t status = cudaStreamQuery(c->count_stream);
     if (status != cudaSuccess && status != cudaErrorNotReady) return check(status, "waiting for the count of a dispatch");
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
   *out = {seen.rows, seen.arrived, u32(seen.torn), 0};
   return 0;
 }

@@ -55,10 +55,15 @@ bool read_record(const u8* record, Label* out) {
   return out->state <= kValid;
 }
 
-// The newer record of a label that is whole; false while neither is.
+// The newer record of a label that is whole; false while neither is. What is copied between two looks is read after the first and
+// before the second, also where the host's memory is weakly ordered; what else the mover writes meanwhile, it writes after a
+// label that says so (elasticep/arena.py). The bytes themselves may be torn, but then that label is seen and they are not used.
 bool read_label(const u8* at, Label* out) {
-  u8 raw[kLabelBytes];
-  memcpy(raw, at, sizeof raw);
+  u64 words[kLabelBytes / 8];
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (u32 i = 0; i < kLabelBytes / 8; ++i) words[i] = __atomic_load_n(reinterpret_cast<const u64*>(at) + i, __ATOMIC_RELAXED);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const u8* raw = reinterpret_cast<const u8*>(words);
   Label second;
   const bool one = read_record(raw, out), other = read_record(raw + kRecordBytes, &second);
   if (other && (!one || second.sequence > out->sequence)) *out = second;
@@ -194,6 +199,8 @@ struct WeightsMirror::Run {
   std::atomic<int> status{0};
   std::mutex mutex;
   std::string text;  // of the first error
+
+  Run(const Order& of, const std::vector<Task>& all) : order(of), tasks(all) {}
 };
 
 int WeightsMirror::fill(const Order& order) {
@@ -207,7 +214,7 @@ int WeightsMirror::fill(const Order& order) {
     std::lock_guard<std::mutex> guard(mutex_);
     headway_ = {order.epoch, 0, tasks.size() * unit};
   }
-  Run run{order, tasks, {}, {}, {}, {}};
+  Run run(order, tasks);
   auto work_in = [&](size_t lane) {
     if (const int bad = work(run, lanes_[lane])) {
       std::lock_guard<std::mutex> guard(run.mutex);

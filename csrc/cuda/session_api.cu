@@ -116,18 +116,19 @@ int epc_session_step_begin(epc_session* s, uint32_t tokens, uint32_t timeout_ms,
 
 int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream) {
   const Record& record = *s->context->record;
-  const volatile u64& seen = what == EPC_WAIT_ENDED ? record.ended : record.begun;
+  // Released by the kernel: what it wrote before is there, too.
+  auto seen = [&] { return __atomic_load_n(what == EPC_WAIT_ENDED ? &record.ended : &record.begun, __ATOMIC_ACQUIRE); };
   const u64 began = ep::now_ns();
   u64 asked = began;
   bool watched = false;
-  while (seen < count) {
+  while (seen() < count) {
     watched = true;
     const u64 now = ep::now_ns();
     if (now - began > kSpin) usleep(20);
     if (now - asked < kMs) continue;
     asked = now;
     const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));
-    if (seen >= count) continue;
+    if (seen() >= count) continue;
     if (status == cudaErrorNotReady) {
       if (now - began >= ep::kSignalLook) return EP_EINTR;
       continue;
@@ -136,10 +137,9 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
       return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
                       static_cast<unsigned long long>(count));
     return ep::fail(-EIO, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
-                    s->context->config.device, s->link.rank, static_cast<unsigned long long>(count), static_cast<unsigned long long>(record.ended),
+                    s->context->config.device, s->link.rank, static_cast<unsigned long long>(count), static_cast<unsigned long long>(__atomic_load_n(&record.ended, __ATOMIC_RELAXED)),
                     cudaGetErrorString(status));
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
   s->context->note_clock(watched);
   return 0;
 }
