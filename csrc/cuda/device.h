@@ -30,7 +30,7 @@ struct GpuChannel {
   u64 early;    // [R][early_chunks] TaggedWord: the same, when the tails have come but the rows may not have (overlap.cu)
   u64 tails;    // [R][source_rows][K] TaggedWord: tag, and slot | weight << 32
   u64 reduced;  // [R][units] u64 tag: that rank has summed its outputs for our rows of the unit (overlap.cu, fused.cu)
-  u64 heads;    // [R] TaggedWord: tag, and tokens, layer and global scale of the source (Head)
+  u64 heads;    // [R] TaggedWord: tag, and tokens, layer and global scale of the source (make_head)
   u32 chunks, early_chunks;
   u32 overlap;  // 1: rows are expanded while others are on the link (overlap.cu)
   u32 sums_overlap;  // 1: outputs are summed while others are on the link

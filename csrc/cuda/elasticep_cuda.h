@@ -99,7 +99,6 @@ typedef struct epc_counts {
   uint32_t torn, pad;
 } epc_counts;
 
-
 typedef struct epc_dispatch_args {
   uint32_t exchange, channel, layer, tokens;
   uint32_t x_dtype;       /* ep_dtype of x: the exchange's dispatch dtype (with x_scales if it has scales) or fp32/fp16/bf16 */

@@ -8,7 +8,7 @@ namespace epc {
 
 namespace {
 
-constexpr u32 kPlaceThreads = 1024;
+constexpr u32 kPlaceThreads = 1024, kRowThreads = 512, kCountThreads = 1024;
 
 // Outputs travel as 1 x 128 fp8 with their scales behind them.
 __device__ __forceinline__ QuantFormat output_format() { return {EP_FP8, 8, false, 1.f}; }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kShareThreads) place_share_kernel(const __grid
 }
 
 // A warp per part of an arrived row: read once, written to each of its places.
-__global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ ExpandArgs a) {
+__global__ void __launch_bounds__(kRowThreads) copy_kernel(const __grid_constant__ ExpandArgs a) {
   extern __shared__ u32 offsets[];
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(512) copy_kernel(const __grid_constant__ Expan
 }
 
 // Outputs in bf16 to rows of fp8 that others read. A warp per 512 elements of a token: the sum of its outputs here.
-__global__ void __launch_bounds__(512) reduce_fp8_kernel(const __grid_constant__ ExpandArgs a) {
+__global__ void __launch_bounds__(kRowThreads) reduce_fp8_kernel(const __grid_constant__ ExpandArgs a) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(512) reduce_fp8_kernel(const __grid_constant__
 }
 
 // A warp per arrived row: every output of it that is owed.
-__global__ void __launch_bounds__(512) quantise_kernel(const __grid_constant__ ExpandArgs a) {
+__global__ void __launch_bounds__(kRowThreads) quantise_kernel(const __grid_constant__ ExpandArgs a) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(512) quantise_kernel(const __grid_constant__ E
 }
 
 // The exact count for the host, when all that came before has run (cpu_sync).
-__global__ void __launch_bounds__(1024) count_kernel(const __grid_constant__ CountArgs c) {
+__global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_constant__ CountArgs c) {
   const Domain& d = c.domain;
   const Exchange& x = c.exchange;
   wait_for_previous_kernel();
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(1024) count_kernel(const __grid_constant__ Cou
 
 // A warp per part of a token of any source: the weighted sum of its outputs here, in top-k order.
 template <class Element>
-__global__ void __launch_bounds__(512) reduce_kernel(const __grid_constant__ ExpandArgs a) {
+__global__ void __launch_bounds__(kRowThreads) reduce_kernel(const __grid_constant__ ExpandArgs a) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   wait_for_previous_kernel();
@@ -316,11 +316,11 @@ cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
 cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
   cudaError_t bad = launch_place(a, grid, stream);
   if (bad != cudaSuccess) return bad;
-  return launch(copy_kernel, a, Shape{grid, 512, run_offsets_bytes(a.domain, a.exchange), a.early != 0}, stream);
+  return launch(copy_kernel, a, Shape{grid, kRowThreads, run_offsets_bytes(a.domain, a.exchange), a.early != 0}, stream);
 }
 
 cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
-  const Shape shape{grid, 512, 0, a.early != 0};
+  const Shape shape{grid, kRowThreads, 0, a.early != 0};
   switch (a.exchange.combine_dtype) {
     case EP_FP32: return launch(reduce_kernel<Fp32>, a, shape, stream);
     case EP_FP16: return launch(reduce_kernel<Fp16>, a, shape, stream);
@@ -330,8 +330,10 @@ cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
   }
 }
 
-cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream) { return launch(quantise_kernel, a, Shape{grid, 512, 0, a.early != 0}, stream); }
+cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream) {
+  return launch(quantise_kernel, a, Shape{grid, kRowThreads, 0, a.early != 0}, stream);
+}
 
-cudaError_t launch_count(const CountArgs& a, cudaStream_t stream) { return launch(count_kernel, a, Shape{1, 1024, 0, false}, stream); }
+cudaError_t launch_count(const CountArgs& a, cudaStream_t stream) { return launch(count_kernel, a, Shape{1, kCountThreads, 0, false}, stream); }
 
 }  // namespace epc

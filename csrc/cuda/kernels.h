@@ -10,6 +10,8 @@
 
 namespace epc {
 
+// Threads of a block, at most: of one that pushes rows as they are, of others that push, of one that pulls.
+constexpr u32 kMostRawThreads = 768, kMostPushThreads = 512, kMostPullThreads = 1024;
 constexpr u32 kBulkWarps = 8;
 constexpr u32 kBulkBarrierBytes = 1024;
 constexpr u32 kPushStages = 3, kPushPiece = 8192;   // dispatch: pieces of a row in flight per warp
@@ -24,30 +26,33 @@ struct Shape {
   bool early;  // programmatic dependent launch
 };
 
-cudaError_t launch_dispatch(const DispatchArgs& a, Payload payload, const Shape& shape, cudaStream_t stream);
-cudaError_t launch_combine(const CombineArgs& a, bool bulk, const Shape& shape, cudaStream_t stream);
-cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream);
-cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream);
-cudaError_t load_dispatch();
-cudaError_t load_combine();
-cudaError_t load_barrier();
-cudaError_t load_step_end();
-cudaError_t load_expand();
-cudaError_t launch_tear(const Domain& d, cudaStream_t stream);
+// The step barrier (barrier.cu).
 u64 barrier_scratch_bytes(u32 ranks);
-// Rows from arrival order into the layout of the expert kernel, and the outputs' sums per token (expand.cu).
+cudaError_t load_barrier();
+cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream);
+// The end of a step, and tearing it (step_end.cu).
+cudaError_t load_step_end();
+cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream);
+cudaError_t launch_tear(const Domain& d, cudaStream_t stream);
+// Rows to the ranks that need them, and back, summed (dispatch.cu, combine.cu).
+cudaError_t load_dispatch();
+cudaError_t launch_dispatch(const DispatchArgs& a, Payload payload, const Shape& shape, cudaStream_t stream);
+cudaError_t load_combine();
+cudaError_t launch_combine(const CombineArgs& a, bool bulk, const Shape& shape, cudaStream_t stream);
+// Input that every rank has (replicated.cu).
+cudaError_t load_replicated();
+cudaError_t launch_replicated(const DispatchArgs& a, u32 grid, bool early, cudaStream_t stream);
+// Rows from arrival order into the layout of the expert kernel, or only their places; the outputs' sums per token; fp8 outputs of
+// rows that are not summed here; the exact count for the host (expand.cu).
+cudaError_t load_expand();
 cudaError_t launch_expand(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_place(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_reduce(const ExpandArgs& a, u32 grid, cudaStream_t stream);
-// fp8 outputs of rows that are not summed here, and the exact count for the host.
 cudaError_t launch_quantise(const ExpandArgs& a, u32 grid, cudaStream_t stream);
 cudaError_t launch_count(const CountArgs& a, cudaStream_t stream);
 // Rows per slot where no kernel of an exchange counts them (counts.cu).
 cudaError_t load_count_slots();
 cudaError_t launch_count_slots(const SlotCountArgs& a, u32 grid, cudaStream_t stream);
-// Input that every rank has (replicated.cu).
-cudaError_t load_replicated();
-cudaError_t launch_replicated(const DispatchArgs& a, u32 grid, bool early, cudaStream_t stream);
 // Small expanded batches in one kernel each way (fused.cu).
 cudaError_t load_fused();
 cudaError_t launch_fused_dispatch(const FusedArgs& a, Payload payload, const Shape& shape, cudaStream_t stream);

@@ -108,7 +108,7 @@ __device__ __forceinline__ void count_exchange(const CombineArgs& a, const Now& 
 // 16 bytes per thread, `kItems` of them at once, two rows of each in flight.
 template <class Element>
 struct PullRows {
-  static constexpr u32 kMaxThreads = 1024, kMinBlocks = 1, kItems = Element::kScaled ? 1 : 2;
+  static constexpr u32 kMaxThreads = kMostPullThreads, kMinBlocks = 1, kItems = Element::kScaled ? 1 : 2;
   static constexpr bool kBulk = false;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}

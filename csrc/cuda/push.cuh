@@ -5,10 +5,8 @@
 
 namespace epc {
 
-constexpr u32 kRouteRows = kChunkRows;
-
 struct ChunkTargets {
-  Mask mask[kRouteRows];
+  Mask mask[kChunkRows];
   u64 bits[kMaxRanks];
 };
 
@@ -24,7 +22,7 @@ __device__ __forceinline__ Chunk chunk_of(u32 index, u32 chunks, u32 rows) {
 
 // All rows of a chunk, 16 bytes per thread and step; the next two loads are in flight while one is stored.
 struct RawRows {
-  static constexpr u32 kMaxThreads = 768;  // 80 registers for each
+  static constexpr u32 kMaxThreads = kMostRawThreads;  // 80 registers for each
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void abandon() {}
@@ -89,7 +87,7 @@ struct RawRows {
 // The same through shared memory by the copy engine of the SM: one thread of each warp moves whole pieces of rows, so
 // few SMs fill the link and no register holds a row.
 struct BulkRows {
-  static constexpr u32 kMaxThreads = 512;  // the first kBulkWarps warps move rows, all route them
+  static constexpr u32 kMaxThreads = kMostPushThreads;  // the first kBulkWarps warps move rows, all route them
   u8* ring;
   u64* full;
   u32 taken, loaded, next;  // pieces this warp has stored and asked for so far; the next one of its chunk

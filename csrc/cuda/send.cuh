@@ -133,7 +133,7 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
 
 // Tails only: the rows follow in a kernel of their own (overlap.cu).
 struct NoRows {
-  static constexpr u32 kMaxThreads = 512;
+  static constexpr u32 kMaxThreads = kMostPushThreads;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
@@ -144,7 +144,7 @@ struct NoRows {
 // Quantised on the way: a lane holds 16 elements; 8, 2 or 1 lanes share a scale.
 template <class T>
 struct QuantisedRows {
-  static constexpr u32 kMaxThreads = 512;
+  static constexpr u32 kMaxThreads = kMostPushThreads;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}

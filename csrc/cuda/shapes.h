@@ -39,21 +39,22 @@ inline Shape dispatch_shape(const epc_context& c, const Exchange& x, Payload pay
   Shape s{};
   s.early = c.early;
   if (payload == Payload::kBulk) {
-    s.threads = 512;
+    s.threads = kMostPushThreads;
     s.shared = kPushShared;
   } else if (payload == Payload::kRaw) {
     // Few threads leave room on the SM for the next kernel, which then starts while this one waits.
-    s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? 768 : 512);
+    s.threads = threads_for(u32(x.at.row_bytes / 16), c.config.pinned_plan & EPC_TUNE_WIDE ? kMostRawThreads : 512);
   } else if (payload == Payload::kNone) {
-    s.threads = 512;
+    s.threads = kMostPushThreads;
   } else {
-    s.threads = threads_for(c.domain.hidden / 16, 512);
+    s.threads = threads_for(c.domain.hidden / 16, kMostPushThreads);
   }
   const u32 budget = sm_budget(c);
   s.grid = x.gpu.chunks < budget ? x.gpu.chunks : budget;
   return s;
 }
 
+// Of a combine that pulls; and into how many parts it splits each row (a.parts).
 inline Shape pull_shape(const epc_context& c, CombineArgs& a, bool bulk) {
   const u32 vectors = (a.exchange.combine_dtype == EP_FP8 ? c.domain.hidden : a.row_bytes) / 16, budget = sm_budget(c);
   Shape shape{};
@@ -70,7 +71,7 @@ inline Shape pull_shape(const epc_context& c, CombineArgs& a, bool bulk) {
     parts = parts < 1 ? 1 : parts;
     const u32 most = vectors / 128 ? vectors / 128 : 1;
     a.parts = parts < most ? parts : most;
-    shape.threads = threads_for((vectors + a.parts - 1) / a.parts, 1024);
+    shape.threads = threads_for((vectors + a.parts - 1) / a.parts, kMostPullThreads);
     const u32 blocks = a.tokens * a.parts;
     const u32 most_blocks = shape.threads <= 512 ? blocks_wanted : budget;  // two small blocks share an SM
     shape.grid = blocks < most_blocks ? blocks : most_blocks / a.parts * a.parts;
@@ -79,6 +80,7 @@ inline Shape pull_shape(const epc_context& c, CombineArgs& a, bool bulk) {
   return shape;
 }
 
+// Of a fused combine.
 inline Shape sum_shape(const epc_context& c, const Exchange& x) {
   const u32 width = u32(x.at.y_row_bytes / 16 + x.gpu.sum_parts - 1) / x.gpu.sum_parts, units = x.gpu.sum_chunks * x.gpu.sum_parts;
   Shape s{};
