@@ -204,7 +204,10 @@ class CudaSession(Session):
             return False
         step._ended = not step.captured
         step._settled = step.captured
-        return super()._end(step, error)
+        taken = super()._end(step, error)
+        if error is None:
+            step._why = ""  # whether it counts is not known here
+        return taken
 
     def replay(
         self, graph: "CUDAGraph", captured: CudaStep | None = None, *, timeout: float | None = None

@@ -289,9 +289,7 @@ class NativeHandle:
 
     def _error(self, code: int, what: str, text: str | None = None) -> ElasticEPError:
         if code == abi.Error.ETORN:
-            return StepTorn(
-                "this step is torn; leave the `with session.step()` block and repeat it"
-            )
+            return StepTorn(abi.error_text(code) if text is None else text)
         error = abi.error_of(code, what, text)
         if code == abi.Error.EINVAL and what == _DISPATCH:
             return TensorError(str(error))

@@ -47,6 +47,7 @@ class Step:
         settled: agreed completion: the last work that is complete on all ranks.
         members: rank -> incarnation in that view.
         complete: after the block: whether the step counts. False: repeat it.
+        why: after the block: why it does not, in words; "" if it does. Steps on a GPU do not say.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Step:
     ) -> None:
         self._facts = _NOT_YET
         self._complete = False
+        self._why = ""
         self._session = session
         self._tokens = tokens
         self._announced = tokens | (abi.TOKENS_PROMPT if prompt else 0)
@@ -99,6 +101,11 @@ class Step:
     def complete(self) -> bool:
         """After the block: whether the step counts."""
         return self._complete
+
+    @property
+    def why(self) -> str:
+        """After the block: why the step does not count."""
+        return self._why
 
     @property
     def token_ok(self) -> "torch.Tensor":

@@ -5,7 +5,7 @@ block. So who begins a step looks whether the last one was ended, here and nativ
 interrupted while ending one gives it up: torn, as a step is that an error leaves.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elasticep.client.handle import SessionHandle
 from elasticep.client.step import Step, give_up_after
@@ -13,6 +13,9 @@ from elasticep.errors import ElasticEPError, StepTorn, UsageError
 
 if TYPE_CHECKING:
     from elasticep.client.exchange import Exchange
+
+
+_LEFT: Final = "another rank left it, or this one was expelled, before its end"
 
 
 class StepOwner:
@@ -62,6 +65,7 @@ class StepOwner:
         for exchange in self._kinds:
             typed = exchange._operators.after(step, typed)
         if isinstance(typed, StepTorn):
+            step._why = str(typed)
             self._end_natively()
             return True
         if typed is None and step._open_exchanges:
@@ -71,7 +75,9 @@ class StepOwner:
             )
         if typed is None:
             step._complete = self._end_natively()
+            step._why = "" if step._complete else _LEFT
             return False
+        step._why = f"{type(typed).__name__}: {typed}"
         # The engine's own error is the one to report; what tearing runs into comes as a note.
         for call in (self._handle.step_tear, self._end_natively):
             try:

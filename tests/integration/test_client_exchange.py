@@ -222,7 +222,7 @@ def test_engine_error_tears_the_step_of_the_others_and_they_go_on(
 ) -> None:
     ranks = open_ranks(2)
     counts = {0: 2, 1: 2}
-    torn: list[int] = []
+    torn: list[tuple[int, str]] = []
 
     def work(session: Session) -> Any:
         exchange = session.exchange("decode")
@@ -240,10 +240,12 @@ def test_engine_error_tears_the_step_of_the_others_and_they_go_on(
                 out = exchange.combine(layer, recv)
             return out
 
-        return session.run(layers, None, on_torn=lambda step: torn.append(session.rank))
+        return session.run(layers, None, on_torn=lambda step: torn.append((session.rank, step.why)))
 
     results = ranks.together(work)
-    assert torn == [0]
+    [(rank, why)] = torn
+    assert rank == 0
+    assert "rank 1 left step" in why
     for rank, out in enumerate(results):
         x, ids, weights = tokens_of(rank, counts[rank])
         torch.testing.assert_close(out.double(), dense(x, ids, weights), rtol=1e-5, atol=1e-5)

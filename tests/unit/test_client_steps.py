@@ -114,6 +114,24 @@ def test_steps_do_not_nest_and_are_used_once(session: Session) -> None:
         pass
 
 
+def test_a_step_that_does_not_count_says_why(session: Session, handle: DoubleHandle) -> None:
+    exchange = session.exchange("decode")
+    handle.fail("dispatch_send", StepTorn("step 1 is torn: rank 1 is dead"))
+    with session.step() as torn:
+        exchange.dispatch(0, *batch())
+    assert torn.why == "step 1 is torn: rank 1 is dead"
+    handle.complete.extend([False, True])
+    with session.step() as left:
+        pass
+    assert "another rank left it" in left.why
+    with session.step() as complete:
+        pass
+    assert (complete.complete, complete.why) == (True, "")
+    with pytest.raises(ZeroDivisionError), session.step() as failed:
+        raise ZeroDivisionError("of the engine")
+    assert failed.why == "ZeroDivisionError: of the engine"
+
+
 @pytest.mark.parametrize("tokens", [-1, 129])
 def test_step_refuses_more_tokens_than_any_exchange_takes(session: Session, tokens: int) -> None:
     with pytest.raises(CapExceeded, match=f"{tokens} tokens.*takes 0 to 128"):
