@@ -4,6 +4,8 @@ Each function takes one event into the group's state; what follows from it at on
 outcome, and `decisions.settle` looks at the rest.
 """
 
+from typing import Final
+
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome, SeatReport, SeatState
 from elasticep.control.proposals import MAX_UNADOPTED, Loading, Pending
@@ -12,6 +14,10 @@ from elasticep.control.state import GroupState
 
 DETACHED = "detached"
 """Cause of an end that was asked for (see `Seat.cause` in the protos)."""
+# What nodes know beyond the store a leader goes on from, and must be able to: incarnations have 32
+# bits, epochs 64.
+MOST_INCARNATION: Final = 1 << 31
+MOST_EPOCH: Final = 1 << 63
 
 
 def node_hello(state: GroupState, event: ev.NodeHello, now_ms: int, out: Outcome) -> None:
@@ -71,6 +77,11 @@ def _report(
         most = state.created.geometry.max_ranks - 1
         out.note("seat.refused", node=node, rank=report.rank, why=f"ranks are 0 to {most}")
         return
+    why = _beyond(state, seat, report.incarnation, report.epoch)
+    if why:
+        state.offers.get(node, set()).discard(report.rank)
+        out.note("seat.refused", node=node, rank=report.rank, why=why)
+        return
     state.offers.setdefault(node, set()).add(report.rank)
     running = report.state in (SeatState.READY, SeatState.ATTACHED)
     if seat.node != node and seat.phase is not Phase.GONE:
@@ -93,6 +104,15 @@ def _report(
             state.end(seat, now_ms, why, out, at_once=True, counts=not clean)
     else:
         _up(state, seat, report, now_ms, out)
+
+
+def _beyond(state: GroupState, seat: Seat, incarnation: int, epoch: int) -> str:
+    """Why what a node knows beyond the store cannot be taken over; empty: it can, or is known."""
+    if incarnation > max(seat.incarnation, MOST_INCARNATION):
+        return f"nothing could follow incarnation {incarnation}"
+    if epoch > max(state.next_epoch - 1, MOST_EPOCH):
+        return f"nothing could follow epoch {epoch}"
+    return ""
 
 
 def _bygone(
@@ -219,8 +239,13 @@ def _unrestorable(
 def adopted(state: GroupState, event: ev.Adopted, now_ms: int, out: Outcome) -> None:
     """A rank runs in a view."""
     seat = _current(state, event.node, event.rank, event.incarnation, out)
-    if seat is not None:
-        _runs(state, seat, event.epoch, now_ms)
+    if seat is None:
+        return
+    why = _beyond(state, seat, event.incarnation, event.epoch)
+    if why:
+        out.note("report.refused", node=event.node, rank=event.rank, why=why)
+        return
+    _runs(state, seat, event.epoch, now_ms)
 
 
 def waits(state: GroupState, event: ev.Waits, now_ms: int, out: Outcome) -> None:

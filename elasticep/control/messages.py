@@ -14,9 +14,6 @@ from elasticep.policies import Policies
 from elasticep.proto import controller_pb2, types_pb2
 
 MAX_EXPERTS: Final = 65_536  # named in one answer
-# Whatever nodes know, a leader goes on from: it must be able to, for longer than anything runs.
-_MOST_INCARNATION: Final = 1 << 31
-_MOST_EPOCH: Final = 1 << 63
 _MAX_NAME: Final = 253
 _MAX_ADDRESS: Final = 512
 _MAX_TEXT: Final = 512  # sentences are cut, not refused
@@ -29,12 +26,6 @@ def _name(what: str, value: str, limit: int = _MAX_NAME) -> str:
             f"{what} is {value[:40]!r} with {len(value)} characters; it must be 1 to {limit} "
             "printable ones without '/'"
         )
-    return value
-
-
-def _number(what: str, value: int, most: int) -> int:
-    if value > most:
-        raise ConfigError(f"{what} is {value}, which nothing could follow; at most {most} is taken")
     return value
 
 
@@ -70,11 +61,7 @@ def read_seat(seat: types_pb2.Seat) -> tuple[str, SeatReport]:
     if int(seat.state) not in {int(state) for state in SeatState}:
         raise ConfigError(f"a seat of group {seat.group[:40]!r} has the state {seat.state}")
     report = SeatReport(
-        seat.rank,
-        _number("a seat's incarnation", seat.incarnation, _MOST_INCARNATION),
-        SeatState(seat.state),
-        _number("a seat's epoch", seat.epoch, _MOST_EPOCH),
-        _text(seat.cause),
+        seat.rank, seat.incarnation, SeatState(seat.state), seat.epoch, _text(seat.cause)
     )
     return _name("a group's name", seat.group, _MAX_GROUP), report
 
@@ -118,8 +105,7 @@ def _staged(node: str, staged: controller_pb2.Staged) -> ev.Staged:
 
 
 def _adopted(node: str, adopted: controller_pb2.Adopted) -> ev.Adopted:
-    epoch = _number("an adopted epoch", adopted.epoch, _MOST_EPOCH)
-    return ev.Adopted(node, adopted.rank, adopted.incarnation, epoch, adopted.step)
+    return ev.Adopted(node, adopted.rank, adopted.incarnation, adopted.epoch, adopted.step)
 
 
 def _progressed(node: str, rank: controller_pb2.RankProgress) -> ev.Progressed:

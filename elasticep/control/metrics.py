@@ -159,6 +159,8 @@ class ControllerMetrics:
             self.adopt_seconds.labels(group).observe(fields["took_ms"] / 1_000)
         elif notice.event == "rank.fenced" and fields["counts"]:
             self.ended.labels(group).inc()
+        elif notice.event in ("seat.refused", "report.refused", "load.refused"):
+            self.refused.inc()
         elif notice.event == "rank.suspected":
             self.suspected.labels(group).inc()
         elif notice.event == "staging.failed":

@@ -5,6 +5,7 @@ import pytest
 from elasticep.control import events as ev
 from elasticep.control.decisions import STAGE_TIMEOUT_MS
 from elasticep.control.events import Fence, Propose, SeatReport, SeatState
+from elasticep.control.heard import MOST_EPOCH, MOST_INCARNATION
 from elasticep.control.seats import Phase
 from elasticep.group import Timeouts
 from elasticep.testing.membership import TWO_NODES, World, formed, group_config, members
@@ -144,6 +145,17 @@ def test_a_store_that_was_restored_from_a_backup_is_gone_on_from() -> None:
     world.settle(30)
     assert members(world) == [(0, 1), (1, 3), (2, 1), (3, 4)], "whom it does not know attaches anew"
     assert world.membership.adopted_epoch == world.view.epoch > before
+
+
+def test_numbers_go_on_from_the_highest_that_is_taken_over() -> None:
+    world = formed()
+    world.seat(3)[1].incarnation = MOST_INCARNATION
+    for rank in range(4):
+        world.seat(rank)[1].epoch = MOST_EPOCH
+    world.restart_controller()
+    world.settle(30)
+    assert members(world)[3] == (3, MOST_INCARNATION + 1)
+    assert world.view.epoch == world.membership.adopted_epoch > MOST_EPOCH
 
 
 def test_nobody_is_late_with_a_view_that_waits_for_the_store() -> None:
