@@ -12,7 +12,7 @@ from elasticep.control import records
 from elasticep.control.controller import Controller
 from elasticep.control.store import Put
 from elasticep.errors import UnknownGroup, UsageError
-from elasticep.proto import controller_pb2
+from elasticep.proto import controller_pb2, controller_pb2_grpc
 from elasticep.testing.controllers import (
     CALL_S,
     TWO_NODES,
@@ -168,3 +168,40 @@ def test_a_name_is_used_again_at_once(run_memory: Run, rounds: int) -> None:
             assert min(incarnations) > rounds
 
     run_memory(scenario)
+
+
+def test_grants_that_wait_for_the_store_when_their_group_is_deleted_end_no_term(
+    run_memory: Run,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        controller = await bench.leader()
+        term = controller.leading()
+        await create(controller.address, SMALL)
+        bench.memory.set_available(False)
+        async with (
+            FakeNodes([controller.address], {"a": [0, 1]}, "g") as nodes,
+            client(controller.address) as stub,
+        ):
+            seats = term.cluster.groups["g"].seats
+            await nodes.until(lambda: {seat.incarnation for seat in seats.values()} == {1})
+            request = controller_pb2.DeleteGroupRequest(group="g")
+            deleting = asyncio.ensure_future(_ask(stub, request))
+            await until(lambda: "g" not in term.cluster.groups, "it is deleted")
+            assert not deleting.done(), "not before that is in the store"
+            bench.memory.set_available(True)
+            assert await deleting
+            node = nodes.nodes["a"]
+            await nodes.until(lambda: bool(orders(nodes, 0, "forgotten")))
+            kinds = [order.WhichOneof("body") for order in node.orders]
+            assert kinds.count("grant") == 2
+            assert kinds.index("forgotten") == len(kinds) - 1
+            assert controller.term is term
+
+    run_memory(scenario)
+
+
+async def _ask(
+    stub: "controller_pb2_grpc.ControllerServiceAsyncStub",
+    request: controller_pb2.DeleteGroupRequest,
+) -> bool:
+    return (await stub.DeleteGroup(request, timeout=CALL_S)).deleted
