@@ -120,13 +120,22 @@ def _group_dict(group: "GroupStatus") -> dict[str, Any]:
 
 def _print(answer: "GetClusterResponse") -> None:
     from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(*_parts(answer), sep="\n")
+        return
+    console.width = 1_000  # who searches in it wants a sentence in one line, and no blanks behind
+    with console.capture() as captured:
+        console.print(*_parts(answer), sep="\n")
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _parts(answer: "GetClusterResponse") -> "list[RenderableType]":
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1_000  # who searches in it wants a sentence in one line
-    console.print(f"leader: {escape(answer.leader)}")
+    parts: list[RenderableType] = [f"leader: {escape(answer.leader)}"]
     nodes = Table("node", "domain", "daemon", "state", "heard", "", box=None, pad_edge=False)
     for node in answer.nodes:
         state = f"[{_NODE_COLOURS.get(node.state, 'white')}]{node.state}[/]"
@@ -135,10 +144,10 @@ def _print(answer: "GetClusterResponse") -> None:
         kept = _kept(answer, where.node) if node.state == "gone" else ""
         nodes.add_row(*map(escape, names), state, _heard(node), escape(kept))
     if answer.nodes:
-        console.print(nodes)
+        parts.append(nodes)
     for group in answer.groups:
-        for part in _group_parts(group):
-            console.print(part)
+        parts += _group_parts(group)
+    return parts
 
 
 def _heard(node: "NodeStatus") -> str:

@@ -196,6 +196,7 @@ def test_a_line_of_the_status_is_a_line_in_a_pipe() -> None:
         code, text = run(f"status --controllers {address}")
     assert code == 0, text
     assert [line.count("bytes") for line in text.splitlines() if "bytes" in line] == [5, 5], text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
     for name in ("leader: c[/b]", "n[/b]  [d]     [a]:1"):
         assert name in text, "a name is no markup"
 
