@@ -1,5 +1,6 @@
 """An exchange's calls, their order and what they refuse, against a double of the native session."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from elasticep.client.session import Session
 from elasticep.errors import CapExceeded, SpecError, StepTorn, TensorError, UsageError
 from elasticep.group import LostExperts
 from elasticep.native import abi
-from tests.unit.client_double import CAP, HIDDEN, RANKS, TOPK, DoubleHandle, batch, config
+from elasticep.spec import ExchangeSpec
+from tests.unit.client_double import CAP, HIDDEN, RANKS, SLOTS, TOPK, DoubleHandle, batch, config
 
 torch = pytest.importorskip("torch")
 
@@ -257,3 +259,27 @@ def test_token_ok_marks_tokens_that_needed_a_lost_expert(handle: DoubleHandle) -
             exchange.combine(0, exchange.dispatch(0, *batch(tokens)))
     with pytest.raises(UsageError, match="token_ok of what each dispatch returned"):
         _ = step.token_ok
+
+
+def test_rows_of_changing_number_are_parts_of_one_tensor() -> None:
+    """With `cpu_sync` every dispatch has another; whatever came before, all rows are there."""
+    from elasticep.client.received import ReceivedTensors
+
+    spec = ExchangeSpec.preset(
+        "NORMAL", dispatch_dtype="fp32", combine_dtype="fp32", max_tokens=CAP
+    )
+    tensors = ReceivedTensors("normal", spec, config().geometry)
+    whole = np.arange(RANKS * CAP * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+    numbers = np.arange(RANKS * CAP * TOPK, dtype=np.int32).reshape(-1, TOPK)
+    ints = numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+    floats = numbers.view(np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    for rows in (3, 1, RANKS * CAP, 0, 2):
+        struct = abi.Received(rows=whole.ctypes.data, out=whole.ctypes.data, arrived=rows)
+        struct.ids, struct.weights, struct.slot_counts = ints, floats, ints
+        struct.rows_count = struct.id_rows = rows
+        struct.row_dtype = struct.out_dtype = abi.Dtype.FP32
+        recv = tensors.received(struct, 0, 0, torch.ones(0, dtype=torch.bool))
+        assert recv.rows.is_contiguous()
+        np.testing.assert_array_equal(recv.rows.numpy(), whole[:rows])
+        np.testing.assert_array_equal(recv.ids.numpy(), numbers[:rows])
+        assert recv.counts.tolist() == numbers.reshape(-1)[:SLOTS].tolist()
