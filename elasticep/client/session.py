@@ -381,7 +381,9 @@ class Session(StepOwner):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._step is not None and os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return  # a forked child on its way out has nothing to give back
+        if self._step is not None:
             give_up_after(error, self._give_up)  # its block has not ended it, and will not
         self.detach()
 

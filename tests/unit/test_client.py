@@ -111,5 +111,24 @@ def test_forked_child_is_refused(session: Session, handle: DoubleHandle) -> None
     assert handle.calls == []
 
 
+def test_a_forked_child_leaves_the_block_of_a_session_as_it_wants(
+    session: Session, handle: DoubleHandle
+) -> None:
+    """Its own exit is not hidden by what it may not do, and the rank stays its parent's."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with session:
+                raise SystemExit(7)
+        except SystemExit as left:
+            os._exit(int(str(left)))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert handle.calls == []
+    session.detach()
+    assert handle.names == ["close"]
+
+
 def test_a_session_says_whose_it_is(session: Session) -> None:
     assert repr(session) == f"<rank 0 of group {session.config.name!r}, incarnation 1>"
