@@ -256,7 +256,8 @@ class Injector:
 
     def _drain(self, fault: Fault) -> None:
         _, seat = self._w.pick_seat(fault.target)
-        self._w.operate(seat.group, ev.Drain((seat.rank,), "maintenance"))
+        if not self._w.forming(seat.group):  # its first view would wait until the drain is over
+            self._w.operate(seat.group, ev.Drain((seat.rank,), "maintenance"))
 
     def _undrain(self, fault: Fault) -> None:
         drained = sorted(key for key, held in self._w.checker.acknowledged.items() if held)

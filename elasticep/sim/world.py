@@ -248,6 +248,12 @@ class World:
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
 
+    def forming(self, group: str) -> bool:
+        """Whether a group has no view yet that any leader knows of."""
+        terms = [c.term for c in self.controllers if c.term is not None]
+        known = [term.cluster.groups.get(group) for term in terms]
+        return bool(known) and any(m is None or m.view is None for m in known)
+
     async def _recreate(self, group: str) -> None:
         await self._insist(lambda term: term.delete_group(group, "", force=True))
         # What was acknowledged went with the group; an answer that is on its way is none of it.
