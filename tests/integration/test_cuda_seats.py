@@ -7,6 +7,7 @@ plane can run on what the daemon keeps: allocator, descriptors, seats and views 
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from elasticep.errors import ConfigError
 from elasticep.group import GroupConfig, Launch
 from elasticep.native.cuda_library import PROTOTYPES
 from elasticep.native.library import CORE_NAME, CUDA_NAME, LIBRARY_DIR
-from elasticep.proto import types_pb2
+from elasticep.proto import controller_pb2, types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
@@ -174,6 +175,30 @@ def test_an_allocator_that_dies_ends_the_incarnation(libraries: Path) -> None:
         os.kill(wait_for(allocator, "the allocator"), 9)
         dead = lab.controller.wait_seat("g", 0, types_pb2.SEAT_STATE_DEAD, 1)
         assert "the allocator ended: killed by SIGKILL" in dead.cause
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("3", "memory.taken"), ("6", "seat.starting"), ("7", "seat.start_failed")],
+)
+def test_a_group_is_let_go_of_whether_its_memory_is_there_or_coming_or_cannot_be_had(
+    libraries: Path, device: str, said: str
+) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0", "--devices", device)
+        wait_for(lambda: daemon.events(said), said)
+        lab.controller.auto_grant = False
+        gone = controller_pb2.GroupForgotten(group="g", incarnation=99, reason="a test")
+        lab.controller.order("n0", controller_pb2.ControllerMessage(forgotten=gone))
+        wait_for(lambda: daemon.events("group.forgotten"), "the group to be let go of")
+        wait_for(lambda: lab.processes() == [daemon.pid], "its allocator to be gone")
+        held = []
+        for path in Path(f"/proc/{daemon.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed just now
+                held.append(str(path.readlink()))
+        assert held
+        assert not [name for name in held if "stand-in" in name]
 
 
 @pytest.mark.parametrize(
