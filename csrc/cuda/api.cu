@@ -62,8 +62,8 @@ int epc_stage(epc_context* c, const ep_view* view) {
 }
 int epc_stage_bank(epc_context* c, const void* image, uint64_t bytes) {
   if (bytes < c->layout.base.bank_bytes)
-    return ep::fail(EP_EMISMATCH, "a bank of %llu bytes; this group's have %llu", static_cast<unsigned long long>(bytes),
-                    static_cast<unsigned long long>(c->layout.base.bank_bytes));
+    return ep::fail(EP_EMISMATCH, "a bank of %llu bytes; this group's have %llu", wide(bytes),
+                    wide(c->layout.base.bank_bytes));
   return c->stage(static_cast<const u8*>(image));
 }
 

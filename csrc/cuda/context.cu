@@ -51,7 +51,7 @@ int epc_context::check_formats() const {
       return ep::fail(EP_EINVAL, "exchange %u places rows by %u slots; on a GPU a rank has at most %u, lower slots_per_rank", i, g.slots, kMostSlots);
     if (ep::row_payload_bytes(x.dispatch_dtype, g.hidden) % 16)
       return ep::fail(EP_EINVAL, "exchange %u has rows of %llu bytes; on a GPU they must be a multiple of 16, change hidden %u", i,
-                      static_cast<unsigned long long>(ep::row_payload_bytes(x.dispatch_dtype, g.hidden)), g.hidden);
+                      wide(ep::row_payload_bytes(x.dispatch_dtype, g.hidden)), g.hidden);
     if ((ep::row_payload_bytes(x.combine_dtype, g.hidden) + ep::row_scale_bytes(x.combine_dtype, g.hidden)) % 16)
       return ep::fail(EP_EINVAL, "exchange %u has outputs that are no multiple of 16 bytes; change hidden %u", i, g.hidden);
   }
@@ -66,7 +66,7 @@ int epc_context::open_memory(int data_fd, int header_fd) {
   header = static_cast<ep::Header*>(h);
   if (header->magic != ep::kHeaderMagic || header->digest != layout.base.digest)
     return ep::fail(EP_EMISMATCH, "the header's layout digest %016llx differs from ours, %016llx; daemon and engine disagree on the group",
-                    static_cast<unsigned long long>(header->digest), static_cast<unsigned long long>(layout.base.digest));
+                    wide(header->digest), wide(layout.base.digest));
   if (int bad = pin(h, layout.base.header_bytes, Words("the header of rank %u", config.rank))) return bad;
   EPC_TRY(cudaHostGetDevicePointer(reinterpret_cast<void**>(&domain.header), h, 0));
   if (int bad = allocate_pinned(sizeof(Record), sizeof(Record), Words("the records of rank %u", config.rank), reinterpret_cast<void**>(&record))) return bad;

@@ -45,8 +45,6 @@ const char* usual_remedy(cudaError_t status) {
   }
 }
 
-unsigned long long wide(ep::u64 v) { return v; }
-
 }  // namespace
 
 // After these the context is over, and every call fails, whoever makes it.
@@ -108,7 +106,9 @@ int short_on_device(ep::u32 device, ep::u64 bytes, const char* what) {
   size_t free_bytes = 0, total_bytes = 0;
   cudaMemGetInfo(&free_bytes, &total_bytes);
   cudaGetLastError();
-  return ep::fail(EP_ESHORT, "%s: %llu bytes are needed and device %u has %llu free; lower slots_per_rank, max_tokens or max_ranks, or leave the GPU to fewer processes",
+  return ep::fail(EP_ESHORT,
+                  "%s: %llu bytes are needed and device %u has %llu free; lower slots_per_rank, max_tokens or max_ranks, or leave the GPU to fewer "
+                  "processes",
                   what, wide(bytes), device, wide(free_bytes));
 }
 

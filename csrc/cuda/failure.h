@@ -30,6 +30,9 @@ int use_device(ep::u32 device);
 int short_on_device(ep::u32 device, ep::u64 bytes, const char* what);
 int short_on_host(ep::u64 bytes, const char* what);
 
+// For %llu.
+inline unsigned long long wide(ep::u64 v) { return v; }
+
 // A piece of a sentence.
 struct Words {
   char text[128];

@@ -50,8 +50,10 @@ int map_at(const Driver& d, CUdeviceptr at, u64 bytes, CUmemGenericAllocationHan
 int reserve_addresses(const Driver& d, u64 bytes, const char* what, CUdeviceptr* out) {
   const CUresult status = d.cuMemAddressReserve(out, bytes, kGranule, 0, 0);
   if (status != CUDA_ERROR_OUT_OF_MEMORY) return check(status, Words("address space for %s", what));
-  return ep::fail(EP_ESHORT, "%s: %llu bytes of address space are needed, more than this process has left; raise its limit (ulimit -v), or lower max_tokens or max_ranks",
-                  what, static_cast<unsigned long long>(bytes));
+  return ep::fail(EP_ESHORT,
+                  "%s: %llu bytes of address space are needed, more than this process has left; raise its limit (ulimit -v), or lower max_tokens or "
+                  "max_ranks",
+                  what, wide(bytes));
 }
 }  // namespace
 

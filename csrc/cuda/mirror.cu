@@ -70,7 +70,6 @@ bool read_label(const u8* at, Label* out) {
   return one || other;
 }
 
-unsigned long long wide(u64 v) { return v; }
 }  // namespace
 
 bool Label::holds(int wanted) const { return state == kValid && expert == wanted; }

@@ -29,7 +29,7 @@ int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_m
   if (int bad = ep::make_layout(geometry, &layout)) return bad;
   if (welcome.head.c && welcome.head.c != layout.digest)
     return ep::fail(EP_EMISMATCH, "layout digest %016llx of the daemon differs from ours, %016llx; install one version everywhere",
-                    static_cast<unsigned long long>(welcome.head.c), static_cast<unsigned long long>(layout.digest));
+                    wide(welcome.head.c), wide(layout.digest));
   auto c = std::make_unique<epc_context>();
   c->config.geometry = geometry;
   c->config.rank = link.rank;
@@ -106,16 +106,16 @@ void epc_session::answer(const ep::Received& message) {
 }
 
 int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vector<int>& fds) {
-  const auto shown = static_cast<unsigned long long>(epoch);
+  const auto shown = wide(epoch);
   if (fds.size() != 1 + 2 * ranks.size())
     return ep::fail(EP_EINVAL, "stage of epoch %llu came with %zu descriptors for %zu peers", shown, fds.size(), ranks.size());
   const u64 bytes = context->layout.base.bank_bytes;
   std::vector<u64> image((bytes + 7) / 8);
   if (pread(fds[0], image.data(), bytes, 0) != ssize_t(bytes))
-    return ep::fail(EP_EMISMATCH, "the tables of epoch %llu are not of %llu bytes", shown, static_cast<unsigned long long>(bytes));
+    return ep::fail(EP_EMISMATCH, "the tables of epoch %llu are not of %llu bytes", shown, wide(bytes));
   const ep::BankTables view(context->layout.base, reinterpret_cast<const u8*>(image.data()));
   if (view.head->epoch != epoch)
-    return ep::fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", shown, static_cast<unsigned long long>(view.head->epoch));
+    return ep::fail(EP_EINVAL, "stage of epoch %llu came with the tables of epoch %llu", shown, wide(view.head->epoch));
   const u64 running = header().epoch.load();
   bool again;
   {
@@ -126,7 +126,7 @@ int epc_session::stage(u64 epoch, const std::vector<u32>& ranks, const std::vect
   if (again && epoch >= running) return context->stage(reinterpret_cast<const u8*>(image.data()));
   if (running && (epoch <= running || epoch >= running + EP_BANKS))
     return ep::fail(EP_EINVAL, "epoch %llu cannot be staged while this rank runs epoch %llu: only the next %d have a bank", shown,
-                    static_cast<unsigned long long>(running), EP_BANKS - 1);
+                    wide(running), EP_BANKS - 1);
   RelaxedCapture relaxed;
   if (int bad = use_device(context->config.device)) return bad;
   for (size_t i = 0; i < ranks.size(); ++i)
@@ -176,7 +176,7 @@ int epc_session::take_region(u32 rank, int header_fd, int data_fd) {
     while (p.used_by && header().epoch.load() <= p.used_by && !stop) {
       if (ep::now_ns() > deadline)
         return ep::fail(EP_EUSAGE, "rank %u comes with other memory, and its former one is still used by view %llu; a view without the rank must run first",
-                        rank, static_cast<unsigned long long>(p.used_by));
+                        rank, wide(p.used_by));
       changed.wait_for(lock, std::chrono::milliseconds(1));
     }
     if (stop) return ep::fail(EP_EGONE, "the session is being closed");  // its kernels may still use the former one

@@ -76,7 +76,7 @@ int epc_session_slots(epc_session* s, uint64_t epoch, int32_t* slot_expert) {
   std::lock_guard<std::mutex> guard(s->mutex);
   const auto& kept = s->tables[epoch % EP_BANKS];
   if (epoch == 0 || kept.epoch != epoch)
-    return ep::fail(EP_EINVAL, "the tables of epoch %llu are gone; only the running and staged views are kept", static_cast<unsigned long long>(epoch));
+    return ep::fail(EP_EINVAL, "the tables of epoch %llu are gone; only the running and staged views are kept", wide(epoch));
   memcpy(slot_expert, kept.slots.data(), kept.slots.size() * sizeof(int32_t));
   return 0;
 }
@@ -97,8 +97,8 @@ int epc_session_enter(epc_session* s, uint64_t after, uint32_t timeout_ms, uint3
     if (int bad = s->check_fenced()) return bad;
     const u64 now = ep::now_ns();
     if (now > deadline)
-      return ep::fail(EP_ETIMEOUT, "no view after %llu came for rank %u within %llu ms", static_cast<unsigned long long>(after), s->link.rank,
-                      static_cast<unsigned long long>(limit / kMs));
+      return ep::fail(EP_ETIMEOUT, "no view after %llu came for rank %u within %llu ms", wide(after), s->link.rank,
+                      wide(limit / kMs));
     if (now - began >= ep::kSignalLook) return EP_EINTR;
     const u64 nap = deadline - now < 20 * kMs ? deadline - now + 1000 : 20 * kMs;  // nobody wakes us for a fence
     s->changed.wait_for(lock, std::chrono::nanoseconds(nap));
@@ -135,10 +135,10 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
     }
     if (status == cudaSuccess)
       return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
-                      static_cast<unsigned long long>(count));
+                      wide(count));
+    const u64 ended = __atomic_load_n(&record.ended, __ATOMIC_RELAXED);
     return ep::fail(-EIO, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
-                    s->context->config.device, s->link.rank, static_cast<unsigned long long>(count), static_cast<unsigned long long>(__atomic_load_n(&record.ended, __ATOMIC_RELAXED)),
-                    cudaGetErrorString(status));
+                    s->context->config.device, s->link.rank, wide(count), wide(ended), cudaGetErrorString(status));
   }
   s->context->note_clock(watched);
   return 0;

@@ -8,8 +8,6 @@ using namespace epc;
 
 namespace {
 
-unsigned long long wide(u64 v) { return v; }
-
 // As they lie in a bank of device memory.
 struct GpuTables {
   std::vector<int> slots;    // [layers][S] this rank's
