@@ -6,7 +6,7 @@ the session's end: a daemon that restarts within the timeout keeps its ranks.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elasticep.control import events as ev
@@ -17,6 +17,7 @@ from elasticep.control.membership import Membership
 from elasticep.control.planning import PlanJob, Planned
 from elasticep.control.records import Endpoint, Loaded, check_room
 from elasticep.control.seats import Phase
+from elasticep.control.state import Past
 from elasticep.errors import ConfigError, UnknownGroup, UsageError
 from elasticep.group import GroupConfig
 
@@ -66,11 +67,17 @@ class Cluster:
     def __init__(self, loaded: Loaded, now_ms: int) -> None:
         later = now_ms + TAKEOVER_GRACE_MS
         self.nodes = {name: Node(endpoint, later) for name, endpoint in loaded.nodes.items()}
+        self._deleted = dict(loaded.past)
+        # A controller of before that knew no deletions may have created a group anew from 1 on.
+        self.past = {
+            name: used
+            for name, used in loaded.past.items()
+            if name not in loaded.groups or used.precedes(loaded.groups[name][1])
+        }
         self.groups = {
-            name: Membership(config, now_ms, saved, loaded.past.get(name))
+            name: Membership(config, now_ms, saved, self.past.get(name))
             for name, (config, saved) in loaded.groups.items()
         }
-        self.past = dict(loaded.past)
         self.leaving: dict[str, Membership] = {}  # deleted, and that is not written yet
         self.background = {
             name: Background(self.groups[name], saved.rebalance, now_ms)
@@ -293,7 +300,7 @@ class Cluster:
         if name not in self.groups and name in self.past:
             return None
         membership = self.membership(name)
-        if name not in self.past and len(self.past) >= MAX_PAST:
+        if name not in self._deleted and len(self._deleted) >= MAX_PAST:
             raise ConfigError(
                 f"group {name!r} would be one deleted group too many: the numbers of {MAX_PAST} "
                 "names are kept; create groups under names that were used before"
@@ -302,8 +309,10 @@ class Cluster:
         deleted = delete(membership, connected, why, force=force)
         del self.groups[name], self.background[name]
         self.jobs = [job for job in self.jobs if job.view.group != name]
-        self.past[name], self.leaving[name] = deleted.past, membership
-        return deleted
+        past = deleted.past.beyond(self._deleted.get(name, Past()))
+        self.past[name] = self._deleted[name] = past
+        self.leaving[name] = membership
+        return replace(deleted, past=past)
 
 
 def _kept_for(membership: Membership, node: str) -> list[int]:

@@ -44,6 +44,14 @@ class Past:
     incarnation: int = 0
     epoch: int = 1
 
+    def beyond(self, other: "Past") -> "Past":
+        """What both have used up."""
+        return Past(max(self.incarnation, other.incarnation), max(self.epoch, other.epoch))
+
+    def precedes(self, saved: Saved) -> bool:
+        """Whether a group's seats have no number of these."""
+        return all(not 0 < seat.incarnation < self.incarnation for seat in saved.seats)
+
 
 @dataclass(slots=True)
 class Left:

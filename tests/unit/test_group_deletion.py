@@ -168,6 +168,19 @@ def test_a_grant_that_the_node_never_heard_of_keeps_no_seat() -> None:
     ]
 
 
+def test_a_group_that_an_older_controller_created_from_one_on_is_not_taken_for_a_deleted_one() -> (
+    None
+):
+    saved = records.Saved(seats=(ev.SaveSeat(0, 1, "a", "joining", 0, "", ""),))
+    loaded = Loaded(groups={"g": (CONFIG, saved)}, past={"g": Past(7, 8)})
+    cluster = Cluster(loaded, 1_000)
+    told = sends(cluster.hello(endpoint("a"), "s", seats(0, incarnation=1, state=ATTACHED), 2_000))
+    assert not any(isinstance(send, ev.Fence | ev.Forget) for send in told)
+    deleted = cluster.delete_group("g", "why", force=True)
+    assert deleted is not None
+    assert cluster.past["g"] == deleted.past == Past(7, 8)
+
+
 def test_numbers_of_deleted_groups_are_in_the_store_and_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
