@@ -146,7 +146,8 @@ def say(output: str, plain: dict[str, Any], text: str) -> None:
 
 def _hung_up(error: ElasticEPError) -> bool:
     """Whether somebody took the connection and broke off before it answered."""
-    return "Socket closed" in str(error) or "handshake failed" in str(error)
+    told = str(error).lower()
+    return any(word in told for word in ("socket closed", "reset by peer", "handshake failed"))
 
 
 def parse_ranks(text: str) -> list[int]:
