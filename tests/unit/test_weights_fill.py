@@ -240,6 +240,7 @@ def test_what_could_not_be_had_now_is_tried_again_and_not_called_lost(
                 return await copy(*arguments, **more)  # type: ignore[arg-type]
 
             monkeypatch.setattr(mover, "copy", failing)
+            monkeypatch.setattr(fill, "_PATIENCE_S", 60.0)  # four tries, also on a busy machine
             await node.ready(node.view(2, [[0, -1, -1], [-1, -1, -1]]))
             assert memory.held[0, 0] == 0
             monkeypatch.setattr(fill, "_PATIENCE_S", 0.3)
