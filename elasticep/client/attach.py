@@ -3,8 +3,9 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from elasticep.client.handle import NativeHandle
 from elasticep.client.session import Session
@@ -12,6 +13,7 @@ from elasticep.client.step import LONGEST_S
 from elasticep.config import ClientConfig, load_config
 from elasticep.device import Device
 from elasticep.errors import (
+    AttachError,
     ConfigError,
     DaemonUnavailable,
     DescriptorsShort,
@@ -33,6 +35,12 @@ _ARENA_TIMEOUT_S: Final = 5.0  # a daemon that restarts is back by then
 _RETRY_S: Final = 0.05
 _ANSWER_MARGIN_S: Final = 2.0  # the daemon's own deadline runs out first and says why
 _log = logging.getLogger("elasticep")
+
+_Handle = TypeVar("_Handle")
+
+
+class _TicketRefusedError(AttachError):
+    """The daemon does not know the ticket that it gave."""
 
 
 def attach(
@@ -76,14 +84,26 @@ def attach(
     timeout = min(timeout, LONGEST_S)
     settings = _settings(group, rank, socket, config)
     deadline = time.monotonic() + timeout
-    answer = _ask(settings, config, timeout)
+    while True:
+        try:
+            return _attach_once(settings, config, deadline)
+        except _TicketRefusedError:
+            # The daemon has restarted since it gave it, or gave another to an attach of this
+            # process that was given up by now.
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _attach_once(settings: ClientConfig, config: GroupConfig | None, deadline: float) -> Session:
+    answer = _ask(settings, config, deadline - time.monotonic())
     agreed = GroupConfig.from_proto(answer.config)
     if config is not None:
         agreed.require_same(config)
     left_ms = max(1, round((deadline - time.monotonic()) * 1000))
     if agreed.device is Device.CUDA:
         return _attach_cuda(answer, agreed, settings, left_ms)
-    handle = NativeHandle(answer.fd_socket, answer.ticket, left_ms)
+    handle = _opened(lambda: NativeHandle(answer.fd_socket, answer.ticket, left_ms))
     try:
         return Session(
             handle,
@@ -96,6 +116,15 @@ def attach(
     except BaseException:  # a signal's: nobody else would let go of the rank
         handle.close()
         raise
+
+
+def _opened(opening: Callable[[], _Handle]) -> _Handle:
+    try:
+        return opening()
+    except AttachError as error:
+        if type(error) is not AttachError:  # there is no daemon, or it says something else
+            raise
+        raise _TicketRefusedError(str(error)) from None
 
 
 def _attach_cuda(
@@ -111,7 +140,11 @@ def _attach_cuda(
         arena = _open_arena(answer.fd_socket, agreed, settings.rank)
         weights = weights_struct(arena, layout)
     try:
-        handle = CudaHandle(answer.fd_socket, answer.ticket, left_ms, settings.rank, inc, weights)
+        handle = _opened(
+            lambda: CudaHandle(
+                answer.fd_socket, answer.ticket, left_ms, settings.rank, inc, weights
+            )
+        )
     finally:
         if arena >= 0:
             os.close(arena)

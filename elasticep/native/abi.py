@@ -253,6 +253,7 @@ _ERRORS: Final[dict[int, type[errors.ElasticEPError]]] = {
     Error.ELOST: errors.PlacementError,
     Error.ESHORT: errors.MemoryShort,
     -errno.EMFILE: errors.DescriptorsShort,
+    -errno.EAGAIN: errors.AttachError,
 }
 
 

@@ -7,6 +7,7 @@ that still lives. A peer daemon fetches descriptors by group and rank.
 
 import contextlib
 import dataclasses
+import errno
 import os
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Refused(ElasticEPError):
 
     reason = "REFUSED"
 
-    def __init__(self, status: Error, text: str) -> None:
+    def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
@@ -119,7 +120,7 @@ class Reception:
         ticket = self._node.tickets.take(message.text, role, connection.peer.pid)
         if ticket is None:
             raise Refused(
-                Error.EINVAL,
+                -errno.EAGAIN,
                 "this ticket is unknown, used or too old; attach again to get a new one",
             )
         keeper = ticket.owner

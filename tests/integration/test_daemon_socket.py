@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+import elasticep
 from elasticep.native import abi
 from elasticep.proto import node_pb2, node_pb2_grpc
 from elasticep.testing.lab import Lab, small_config
@@ -69,6 +70,29 @@ def free_ticket(daemon: DaemonProcess) -> str:
         return daemon.attach("g", 0, wait_ms=100).ticket
     except grpc.RpcError:
         return ""
+
+
+def test_an_attach_whose_ticket_is_good_no_more_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a restart of the daemon, or when an earlier attach of the process was given up."""
+    from elasticep.client.attach import _ask
+
+    asked: list[str] = []
+
+    def ask(*arguments: Any) -> node_pb2.AttachResponse:
+        answer = _ask(*arguments)
+        if not asked:
+            daemon.attach("g", 0)  # the next ticket makes this one void
+        asked.append(answer.ticket)
+        return answer
+
+    monkeypatch.setattr(sys.modules["elasticep.client.attach"], "_ask", ask)
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        elasticep.attach("g", 0, daemon.grpc_socket).detach()
+        assert len(asked) == 2
 
 
 def test_garbage_on_the_socket_costs_its_sender_the_connection_and_nothing_else() -> None:
