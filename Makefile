@@ -90,7 +90,7 @@ test: build lint
 test-long: build
 	$(TESTS) -m long $(PYTEST_ARGS) $(OR_AGAIN)
 
-# Both in one run, as CI does: `make -j2 test-all` checks types while it compiles.
+# Both in one run: `make -j2 test-all` checks types while it compiles.
 test-all: build lint
 	$(TESTS) $(PYTEST_ARGS) $(OR_AGAIN)
 
