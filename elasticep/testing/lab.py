@@ -19,6 +19,7 @@ from elasticep.spec import ExchangeSpec
 from elasticep.testing.fake_controller import FakeController
 from elasticep.testing.folders import make_folder, remove_folder
 from elasticep.testing.node import DaemonProcess, EngineProcess, view_of, wait_for
+from elasticep.testing.processes import stop
 
 _KEPT: Final = (".log", ".sock")
 
@@ -121,6 +122,17 @@ class Lab:
         answer = daemon.attach(group, rank, wait_ms=60_000)
         engine = EngineProcess(answer.fd_socket, answer.ticket)
         self.engines.append(engine)
+        return engine
+
+    def clinging(self, daemon: DaemonProcess, rank: int) -> EngineProcess:
+        """An engine that is stopped and whose worker is killed: its incarnation is over, and it
+        does not let go of the seat.
+        """
+        engine = self.engine(daemon, "g", rank).up()
+        self.attached(rank)
+        stop(engine.pid)
+        os.kill(daemon.seat("g", rank).worker_pid, signal.SIGKILL)
+        self.dead(rank)
         return engine
 
     def serve(

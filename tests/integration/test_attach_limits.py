@@ -9,6 +9,17 @@ from elasticep.native import abi
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.small import exchange, geometry
 
+
+def told_by(program: str, group: LocalGroup, tickets: int) -> int:
+    """What an engine prints that gets so many tickets for rank 0."""
+    words = [group.socket_path, *(group.ticket(0) for _ in range(tickets))]
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout)
+
+
 _ATTACH = """
 import resource
 import signal
@@ -46,15 +57,7 @@ print(short)
 def test_an_engine_without_room_for_a_thread_gets_an_error_and_goes_on(launch: int) -> None:
     """Wherever it runs short on the way, nothing ends the process or stays behind in it."""
     with LocalGroup(geometry(1, exchange(), launch=launch)) as group:
-        tickets = [group.ticket(0) for _ in range(64)]
-        ran = subprocess.run(
-            [sys.executable, "-c", _ATTACH, group.socket_path, *tickets],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert int(ran.stdout) >= 1
+        assert told_by(_ATTACH, group, tickets=64) >= 1
 
 
 _FILES = """
@@ -105,12 +108,4 @@ print(more)
 def test_an_engine_that_may_open_no_more_files_is_told_so(launch: int) -> None:
     """A socket, or descriptors that come over it: the daemon is not to blame."""
     with LocalGroup(geometry(1, exchange(), launch=launch)) as group:
-        tickets = [group.ticket(0) for _ in range(16)]
-        ran = subprocess.run(
-            [sys.executable, "-c", _FILES, group.socket_path, *tickets],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert int(ran.stdout) >= 3
+        assert told_by(_FILES, group, tickets=16) >= 3

@@ -25,11 +25,7 @@ def test_an_attach_that_waits_names_who_has_not_let_go(caplog: pytest.LogCapture
     with Lab() as lab:
         lab.create(small_config())
         daemon = lab.daemon("n0", "g:0", "--engine-grace-s", "300")
-        engine = lab.engine(daemon, "g", 0).up()
-        lab.attached(0)
-        stop(engine.pid)
-        os.kill(daemon.seat("g", 0).worker_pid, signal.SIGKILL)
-        lab.dead(0)
+        engine = lab.clinging(daemon, 0)
         with pytest.raises(AttachError) as caught:
             elasticep.attach("g", 0, daemon.grpc_socket, timeout=4)
         told = [record.getMessage() for record in caplog.records if record.name == "elasticep"]

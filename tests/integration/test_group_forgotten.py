@@ -141,11 +141,7 @@ def test_an_engine_that_waits_for_a_rank_hears_that_its_group_was_deleted() -> N
     with Lab() as lab:
         lab.create(small_config())
         daemon = lab.daemon("n0", "g:0", "--engine-grace-s", "300")
-        engine = lab.engine(daemon, "g", 0).up()
-        lab.attached(0)
-        stop(engine.pid)
-        os.kill(daemon.seat("g", 0).worker_pid, signal.SIGKILL)
-        lab.dead(0)
+        engine = lab.clinging(daemon, 0)
         errors: list[grpc.RpcError] = []
 
         def ask() -> None:
