@@ -115,7 +115,7 @@ bool Runner::came_to_a_later_barrier(u32 rank) {
   CellCopy copy;
   for (u32 parity = 0; parity < 2; ++parity) {
     const Cell* c = cell(own_.data, parity, rank);
-    if (c->step > step_ && read_cell(c, g_.max_ranks, &copy) && copy.step > step_ && copy.incarnation == view_->tables.head->incarnation[rank]) return true;
+    if (read_once(c->step) > step_ && read_cell(c, g_.max_ranks, &copy) && copy.step > step_ && copy.incarnation == view_->tables.head->incarnation[rank]) return true;
   }
   return false;
 }
