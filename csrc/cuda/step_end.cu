@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kEndThreads) step_end_kernel(const __grid_cons
   if (threadIdx.x) return;
   // No wait of ours met it, so nobody has said so yet: a peer may be waiting for the exchange that was left open here.
   if (!torn && !complete) {
-    if (left != kNobody) tear(d, kPhaseNone, 0, EPC_WHY_PEER_LEFT, left);
+    if (left != kNobody) tear(d, kPhaseNone, 0, why_without(d, left, EPC_WHY_PEER_LEFT), left);
     else tear(d, kPhaseNone, 0, EPC_WHY_ENGINE, d.me);
   }
   *complete_flag = complete;

@@ -115,6 +115,16 @@ __device__ __forceinline__ u32 who_left(const Domain& d, u64 step) {
   return kNobody;
 }
 
+__device__ __forceinline__ bool is_dead(const Domain& d, u32 member) {
+  return load_relaxed(reinterpret_cast<const u32*>(&d.header->dead[member])) >= d.state->incarnations[member];
+}
+
+// Why a step is torn that `rank` has left or passed by. The kernels of a process that was killed run on until its context is
+// taken down, which takes half a second: they find themselves fenced and say that they leave, while the rank is dead.
+__device__ __forceinline__ u32 why_without(const Domain& d, u32 rank, u32 said) {
+  return d.state->incarnations[rank] && is_dead(d, rank) ? EPC_WHY_PEER_DEAD : said;
+}
+
 struct Waiter {
   const Domain& d;
   u32 phase, exchange, source;
@@ -126,14 +136,14 @@ struct Waiter {
     State* s = d.state;
     *who = source;
     if (load_relaxed(&s->torn)) return EPC_WHY_TORN_HERE;
-    if (passed_by(seen, want)) return EPC_WHY_PASSED_BY;
+    if (passed_by(seen, want)) return why_without(d, source, EPC_WHY_PASSED_BY);
     const u32 left = who_left(d, ep::tag_step(want));
     if (left != kNobody) {
       *who = left;
-      return EPC_WHY_PEER_LEFT;
+      return why_without(d, left, EPC_WHY_PEER_LEFT);
     }
     const ep::Header* h = d.header;
-    if (load_relaxed(reinterpret_cast<const u32*>(&h->dead[source])) >= s->incarnations[source]) return EPC_WHY_PEER_DEAD;
+    if (is_dead(d, source)) return EPC_WHY_PEER_DEAD;
     if (load_relaxed(reinterpret_cast<const u32*>(&h->fenced)) >= s->incarnation) {
       *who = d.me;
       return EPC_WHY_FENCED;

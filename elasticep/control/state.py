@@ -12,11 +12,12 @@ from elasticep.control.proposals import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.refusals import Refusals
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.views import Member, View
-from elasticep.group import GroupConfig
+from elasticep.group import GroupConfig, LostExperts
 from elasticep.policies import Policies
 
 HISTORY_LENGTH: Final = 64
 CANNOT_LOAD_MS: Final = 300_000  # a member that failed to load something is given nothing new
+LOST_AGAIN_MS: Final = 10_000  # the same while nothing is served: an expert is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,9 @@ class GroupState:
 
     def forgive(self, now_ms: int) -> bool:
         """Forget what went wrong long ago and is to be tried again; whether there was anything."""
-        over = [who for who, at in self.cannot_load.items() if now_ms - at >= CANNOT_LOAD_MS]
+        stopped = self.config.lost_experts is LostExperts.REFUSE and self.view and self.view.lost
+        patience_ms = LOST_AGAIN_MS if stopped else CANNOT_LOAD_MS
+        over = [who for who, at in self.cannot_load.items() if now_ms - at >= patience_ms]
         for who in over:
             del self.cannot_load[who]
         return bool(self.refusals and self.refusals.expire(now_ms)) or bool(over)

@@ -144,6 +144,25 @@ def one_is_missing(member: Member, what: str) -> dict[str, Any]:
     return found
 
 
+def kernels_outlive_their_process(member: Member, where: str) -> dict[str, Any]:
+    """The last of two ranks is dead, and its kernels leave the step before the other looks, in a
+    wait or at the end of the step."""
+    survivor, dead = ranks = formed(member)
+    for rank in ranks:
+        rank.fresh()
+        rank.begin()
+    for rank in ranks:
+        rank.stream.synchronize()
+    member.report(dead.rank)
+    member.connection.recv()
+    dead.layer(0, tear=True)
+    dead.stream.synchronize()
+    if where != "end":
+        survivor.layer(0)
+    survivor.end()
+    return lines([survivor.wait()])[0]
+
+
 def dead_before_the_barrier(member: Member) -> dict[str, Any]:
     """All but the last rank come to a barrier of which the last is dead; then a view without it."""
     ranks = formed(member)

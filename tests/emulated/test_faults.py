@@ -115,6 +115,21 @@ def test_a_barrier_with_a_dead_member_runs_nothing_until_the_next_view() -> None
         assert (line["complete"], line["members"]) == (True, [0, 1]), found
 
 
+@pytest.mark.parametrize("where", ["wait", "end"])
+def test_kernels_that_outlive_their_process_do_not_hide_that_it_is_dead(where: str) -> None:
+    with fleet(small(2), 2, 1) as f:
+
+        def on_report(child: Child, rank: int) -> None:
+            for header in f.headers.values():
+                header.mark_dead(rank, 1)
+            child.connection.send("go")
+
+        f.start(f"{PROGRAMS}:kernels_outlive_their_process", where=where)
+        (found,) = f.finish(120.0, on_report)
+    assert not found["complete"]
+    assert (found["why"], found["rank"]) == (Why.PEER_DEAD, 1), found
+
+
 def test_a_rank_joins_and_ranks_leave_in_graphs_that_never_change() -> None:
     with fleet(small(3), 3, 1) as f:
         (found,) = f.run(f"{PROGRAMS}:joins", 120.0)

@@ -11,8 +11,9 @@ from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.placement import EMPTY
 from elasticep.control.refusals import given
 from elasticep.control.repair import cover_single
-from elasticep.control.state import CANNOT_LOAD_MS
+from elasticep.control.state import CANNOT_LOAD_MS, LOST_AGAIN_MS
 from elasticep.control.views import View
+from elasticep.group import LostExperts
 from elasticep.testing.balanced import Balanced, hot_rank, skewed
 
 
@@ -124,6 +125,25 @@ def test_after_a_time_it_is_given_something_again() -> None:
     now = group.world.view.placement.slot_expert
     assert ((now != first) & (now != EMPTY))[:, 1].any()
     assert not group.world.membership.cannot_load
+
+
+@pytest.mark.parametrize("policy", list(LostExperts))
+def test_who_could_not_load_is_soon_asked_again_where_nothing_is_served(
+    policy: LostExperts,
+) -> None:
+    """The others die: what only they had is asked of the one that failed once, not 5 minutes on."""
+    group = Balanced(experts=8, slots=8, lost_experts=policy)
+    world = group.world
+    _, seat = world.seat(1)
+    world.membership._s.cannot_load[1, seat.incarnation] = world.now_ms
+    world.attach = False
+    for rank in (0, 2, 3):
+        del group.counters[rank]
+        world.kill(rank)
+    group.until(lambda: group.world.view.ranks == (1,))
+    assert group.world.view.lost
+    group.advance(LOST_AGAIN_MS)
+    assert bool(group.world.view.lost) == (policy is LostExperts.SERVE)
 
 
 def test_a_view_that_is_held_up_is_no_progress() -> None:
