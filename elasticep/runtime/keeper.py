@@ -372,7 +372,8 @@ class SeatKeeper:
         )
 
     def _reserved_for_another(self, pid: int) -> bool:
-        if not self.node.tickets.outstanding(self, Role.ENGINE) or self.reserved_pid == pid:
+        mine = self.seat.incarnation
+        if self.reserved_pid == pid or not self.node.tickets.outstanding(self, Role.ENGINE, mine):
             return False
         try:
             os.kill(self.reserved_pid, 0)

@@ -67,10 +67,15 @@ class TicketOffice(Generic[Owner]):
             return None
         return ticket
 
-    def outstanding(self, owner: Owner, role: Role) -> bool:
-        """Whether a ticket of this owner and role may still be shown."""
+    def outstanding(self, owner: Owner, role: Role, incarnation: int) -> bool:
+        """Whether a ticket of this owner, role and incarnation may still be shown; one of an
+        earlier incarnation opens nothing any more.
+        """
         now = self._clock()
         return any(
-            ticket.owner is owner and ticket.role is role and ticket.expires > now
+            ticket.owner is owner
+            and ticket.role is role
+            and ticket.incarnation == incarnation
+            and ticket.expires > now
             for ticket in self._open.values()
         )

@@ -179,6 +179,19 @@ def test_detach_ends_the_incarnation_without_a_fault() -> None:
         assert reason_of(caught.value) == "GROUP_UNKNOWN"
 
 
+def test_a_ticket_keeps_no_seat_for_an_incarnation_that_is_over() -> None:
+    """An engine that asked and never came; the next incarnation is whose who asks for that."""
+    with Lab() as lab:
+        lab.create(small_config())
+        daemon = lab.daemon("n0", "g:0")
+        assert daemon.attach("g", 0).incarnation == 1
+        other = os.getppid()
+        assert refused(daemon, "g", 0, pid=other)[0] == "SEAT_TAKEN"
+        os.kill(daemon.seat("g", 0).worker_pid, signal.SIGKILL)
+        lab.ready(0, 2)
+        assert daemon.attach("g", 0, pid=other).incarnation == 2
+
+
 def test_a_fence_reaches_the_engine_with_its_reason() -> None:
     with Lab() as lab:
         lab.create(small_config())

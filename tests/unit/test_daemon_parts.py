@@ -70,9 +70,10 @@ def test_a_ticket_is_good_once_for_its_role_and_process() -> None:
         assert office.take(text, role, pid) is None
         assert office.take(text, Role.ENGINE, 7) is None  # a wrong try has spent it
     text = office.issue("seat", Role.ENGINE, 3)
-    assert office.outstanding("seat", Role.ENGINE)
+    assert office.outstanding("seat", Role.ENGINE, 3)
+    assert not office.outstanding("seat", Role.ENGINE, 4)
     clock.now += 10.0
-    assert not office.outstanding("seat", Role.ENGINE)
+    assert not office.outstanding("seat", Role.ENGINE, 3)
     assert office.take(text, Role.ENGINE, 1) is None
 
 
