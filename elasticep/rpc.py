@@ -22,7 +22,10 @@ from elasticep.errors import ConfigError, ElasticEPError
 
 DOMAIN: Final = "elasticep"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-MAX_REQUEST_BYTES: Final = 4 << 20  # what a server takes
+# What servers take. To a controller a placement may come as JSON: that of the most slots which a
+# group may have takes 6 to 8 MB, and 15 to 31 MB with every number on a line of its own.
+MAX_REQUEST_BYTES: Final = 4 << 20
+MAX_PLAN_BYTES: Final = 32 << 20
 MAX_VIEW_BYTES: Final = 64 << 20  # what a client takes: a view carries all slot tables
 
 _CODES: Final[tuple[tuple[type[ElasticEPError], grpc.StatusCode], ...]] = (
@@ -42,14 +45,15 @@ _KEEPALIVE: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-SERVER_OPTIONS: Final = (
+_SERVER: Final = (
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_VIEW_BYTES),
     ("grpc.max_concurrent_streams", 4_096),
     ("grpc.so_reuseport", 0),
 )
+DAEMON_OPTIONS: Final = (*_SERVER, ("grpc.max_receive_message_length", MAX_REQUEST_BYTES))
+CONTROLLER_OPTIONS: Final = (*_SERVER, ("grpc.max_receive_message_length", MAX_PLAN_BYTES))
 CLIENT_OPTIONS: Final = (
     *_KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_VIEW_BYTES),

@@ -12,6 +12,7 @@ from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
 
 if TYPE_CHECKING:
     import grpc.aio
+    from rich.console import RenderableType
 
     from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
 
@@ -111,9 +112,16 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
 
 def _said(error: "grpc.aio.AioRpcError") -> ElasticEPError:
     """The error that a call ended with; of one that nobody took, the kernel's word alone."""
+    import grpc
+
     from elasticep.rpc import typed_error
 
     details = error.details() or ""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return ConfigError(
+            f"a message is larger than one side takes ({details}; bytes): ask for one group "
+            "instead of all, write a plan without spaces and line breaks, or upgrade the controller"
+        )
     if details.startswith("failed to connect"):
         return Unavailable(details.rpartition("connect: ")[2] or details)
     return typed_error(error, "the call")
@@ -142,6 +150,20 @@ def output_option(command: click.Command) -> click.Command:
 def say(output: str, plain: dict[str, Any], text: str) -> None:
     """Print an answer: as one JSON document, or in words."""
     click.echo(json.dumps(plain, indent=2) if output == "json" else text)
+
+
+def print_parts(parts: "list[RenderableType]") -> None:
+    """Print lines and tables; to a file or a pipe one line of each, without blanks behind."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(*parts, sep="\n")
+        return
+    console.width = 1_000  # who searches in it wants a sentence in one line
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _hung_up(error: ElasticEPError) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elasticep.cli.operator import ask, controller_options
+from elasticep.cli.operator import ask, controller_options, say
 from elasticep.cli.policy import pairs, set_policies, show
 from elasticep.errors import ConfigError
 
@@ -64,7 +64,7 @@ def command(group: str, output: str, **options: Any) -> None:
 
     answer = ask(options, call)
     if options["export"] is not None:
-        _export(answer, options["export"], options["form"])
+        _export(answer, options["export"], options["form"], output)
     elif output == "json":
         click.echo(json.dumps(as_dict(answer), indent=None if options["watch"] else 2))
     else:
@@ -88,7 +88,7 @@ def _flags(names: Iterable[str]) -> str:
 
 def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
     from elasticep.proto import controller_pb2 as pb
-    from elasticep.rpc import MAX_REQUEST_BYTES
+    from elasticep.rpc import MAX_PLAN_BYTES
 
     actions = {
         "dry_run": pb.REBALANCE_ACTION_DRY_RUN,
@@ -112,16 +112,16 @@ def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
             raise ConfigError(f"cannot read {options['plan_file']}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{options['plan_file']} is no text, so no JSON") from None
-        if request.ByteSize() > MAX_REQUEST_BYTES:
+        if request.ByteSize() > MAX_PLAN_BYTES:
             raise ConfigError(
                 f"{options['plan_file']} makes a request of {request.ByteSize()} bytes; a "
-                f"controller takes {MAX_REQUEST_BYTES}: write it without spaces and line breaks, "
+                f"controller takes {MAX_PLAN_BYTES}: write it without spaces and line breaks, "
                 "or in a form without weights"
             )
     return request
 
 
-def _export(answer: "RebalanceResponse", file: Path, form: str) -> None:
+def _export(answer: "RebalanceResponse", file: Path, form: str, output: str) -> None:
     from elasticep.placement import Placement, export_json
 
     if not answer.placement:
@@ -134,7 +134,8 @@ def _export(answer: "RebalanceResponse", file: Path, form: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from None
-    click.echo(f"{file}: {answer.plan.reason}")
+    reason = answer.plan.reason
+    say(output, {"file": str(file), "reason": reason}, f"{file}: {reason}")
 
 
 def as_dict(answer: "RebalanceResponse") -> dict[str, Any]:

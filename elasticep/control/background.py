@@ -85,7 +85,6 @@ class Background:
         policy: PlanPolicy | None = None,
         *,
         asked: str = "",
-        wanted: Placement | None = None,
     ) -> PlanJob:
         """A plan from the view in force, outside of what the background does.
 
@@ -101,7 +100,6 @@ class Background:
             view=view,
             policy=policy or group_policy(self._group.in_force),
             asked=asked,
-            wanted=wanted,
         )
 
     @property

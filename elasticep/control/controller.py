@@ -30,7 +30,7 @@ from elasticep.control.store import MemoryStore, Store
 from elasticep.control.term import Term
 from elasticep.errors import ConfigError, NotLeader
 from elasticep.proto import controller_pb2, controller_pb2_grpc
-from elasticep.rpc import SERVER_OPTIONS, bind
+from elasticep.rpc import CONTROLLER_OPTIONS, bind
 from elasticep.signals import stop_signals
 
 _STOP_S: Final = 0.3
@@ -150,7 +150,7 @@ class Controller:
 
     async def _listen(self) -> None:
         config = self.config
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=CONTROLLER_OPTIONS)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(
             ControllerService(self, check_names=config.tls.enabled), server
         )

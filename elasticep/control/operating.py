@@ -1,6 +1,7 @@
 """What operators ask about balance: a plan to look at, a rebalance, a placement of their own."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -41,7 +42,7 @@ async def rebalance(
     if request.action == controller_pb2.REBALANCE_ACTION_RESUME:
         await term.rebalance(request.group, Resume())
         return _answer(term, background, None, "", accepted=True)
-    ask, job = _wanted(background, request)
+    ask, job = await _wanted(background, request)
     paused = background.rebalancer.paused
     if ask is not None and paused:
         raise UsageError(
@@ -57,7 +58,10 @@ async def rebalance(
     go = go or (ask is not None and ask.what == "import")
     if go and ask is not None:
         await term.rebalance(request.group, ask)
-    return _answer(term, background, planned, reason, accepted=go and not dry)
+    answer = _answer(term, background, planned, reason, accepted=go and not dry)
+    if planned.plan is not None:
+        answer.placement = await asyncio.to_thread(planned.plan.placement.to_bytes)
+    return answer
 
 
 def _check(request: controller_pb2.RebalanceRequest) -> None:
@@ -71,15 +75,20 @@ def _check(request: controller_pb2.RebalanceRequest) -> None:
         raise ConfigError("for_engines goes with the action DRY_RUN: our own exchange has weights")
 
 
-def _wanted(
+async def _wanted(
     background: Background, request: controller_pb2.RebalanceRequest
 ) -> tuple[Ask | None, PlanJob]:
-    """What is to be asked of the background when the plan is worth it, and the plan to make."""
+    """What is to be asked of the background when the plan is worth it, and the plan to make.
+
+    The largest plans take a second to read: beside everything else.
+    """
     action = request.action
     if action == controller_pb2.REBALANCE_ACTION_IMPORT:
         job = background.job(asked="import")
-        placement = read_plan(request.plan_json, job.around.config, job.view)
-        return Ask("import", placement), background.job(asked="import", wanted=placement)
+        placement = await asyncio.to_thread(
+            read_plan, request.plan_json, job.around.config, job.view
+        )
+        return Ask("import", placement), dataclasses.replace(job, wanted=placement)
     if action == controller_pb2.REBALANCE_ACTION_DRY_RUN:
         policy = PlanPolicy(weighted=False, fill=True) if request.for_engines else None
         return None, background.job(policy)
@@ -124,8 +133,6 @@ def _answer(
     if planned is not None:
         answer.plan.CopyFrom(summary(planned))
         answer.members.extend(planned.job.view.ranks)
-        if planned.plan is not None:
-            answer.placement = planned.plan.placement.to_bytes()
     return answer
 
 

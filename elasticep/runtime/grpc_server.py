@@ -11,7 +11,7 @@ from structlog.typing import FilteringBoundLogger
 
 from elasticep.config import TlsConfig, split_address
 from elasticep.proto import node_pb2, node_pb2_grpc
-from elasticep.rpc import SERVER_OPTIONS, bind
+from elasticep.rpc import DAEMON_OPTIONS, bind
 from elasticep.runtime.service import NodeService
 from elasticep.runtime.transport.server import SOCKET_MODE
 
@@ -34,7 +34,7 @@ async def start_server(
     Raises:
         ConfigError: an address cannot be had, or a TLS file cannot be read.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=DAEMON_OPTIONS)
     node_pb2_grpc.add_NodeServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

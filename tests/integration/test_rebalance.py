@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from elasticep.balance import RebalancePolicy
 from elasticep.cli.main import cli
-from elasticep.control import records
+from elasticep.control import operating, records
 from elasticep.control.controller import Controller
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planfile import export_json
@@ -279,10 +280,38 @@ def test_an_imported_plan_is_carried_out(run_memory: Run, tmp_path: Path) -> Non
             await ask(controller, pb.REBALANCE_ACTION_RESUME)
             answer = await ask(controller, pb.REBALANCE_ACTION_DRY_RUN)
             assert not answer.status.held
-            again = await ask(controller, pb.REBALANCE_ACTION_IMPORT, plan_json=file.read_text())
+            # That of the largest group takes up to 31 MB.
+            padded = file.read_text() + " " * (31 << 20)
+            again = await ask(controller, pb.REBALANCE_ACTION_IMPORT, plan_json=padded)
             assert answer.status.asked == ""
             assert again.accepted
             assert again.status.held, "what is in place already is kept, too"
+
+    run_memory(scenario)
+
+
+def test_others_are_answered_while_a_large_plan_is_read(
+    run_memory: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, answered, read = threading.Event(), threading.Event(), operating.read_plan
+
+    def slowly(*given: Any) -> Placement:
+        begun.set()
+        assert answered.wait(60), "nobody was answered meanwhile"
+        return read(*given)
+
+    monkeypatch.setattr(operating, "read_plan", slowly)
+
+    async def scenario(bench: Bench) -> None:
+        async with serving(bench, config(HAND)) as (controller, engines):
+            text = export_json(engines.placement, range(4))
+            asking = asyncio.ensure_future(
+                ask(controller, pb.REBALANCE_ACTION_IMPORT, plan_json=text)
+            )
+            await until(begun.is_set, "it is read")
+            await cluster(controller.address)
+            answered.set()
+            assert (await asking).accepted
 
     run_memory(scenario)
 

@@ -1,6 +1,7 @@
 """The command line as a whole: what every command has in common."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -232,11 +233,23 @@ def test_what_operators_change_is_said_in_words_or_as_json(
 
 def test_a_plan_larger_than_a_request_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    file.write_text(f"[{' ' * (5 << 20)}]")
+    file.write_text(f"[{' ' * (32 << 20)}]")
     line = f"rebalance g --import {file} --controllers 127.0.0.1:1"
     error = CliRunner().invoke(cli, line.split()).exception
     assert isinstance(error, ConfigError)
-    assert "a controller takes 4194304: write it without spaces" in str(error)
+    assert "a controller takes 33554432: write it without spaces" in str(error)
+
+
+def test_a_plan_that_an_older_controller_does_not_take_is_refused_with_both_sizes(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(f"[{' ' * (5 << 20)}]")
+    with led(Leader()) as address:  # with the limit that gRPC has by itself
+        line = f"rebalance g --import {file} --controllers {address}"
+        error = CliRunner().invoke(cli, line.split()).exception
+    assert isinstance(error, ConfigError)
+    assert re.search(r"larger than max \(52\d{5} vs. 4194304\).*upgrade the controller", str(error))
 
 
 def test_a_leader_that_did_part_of_it_is_not_taken_for_none() -> None:
