@@ -48,7 +48,8 @@ def create(file: Path, output: str, **options: Any) -> None:
 @controller_options
 @command.command("show")
 @click.argument("name", required=False)
-def show(name: str | None, **options: Any) -> None:
+@click.option("--output", type=click.Choice(["json"]), default="json", show_default=True)
+def show(name: str | None, output: str, **options: Any) -> None:
     """Print the config of one group, or of all, as JSON."""
     from elasticep.group import GroupConfig
     from elasticep.proto import controller_pb2

@@ -5,10 +5,15 @@ of `SUBCOMMANDS`. Modules are imported when their command runs, so `elasticep --
 completion stay fast and a daemon never imports what only the demo needs.
 """
 
+import contextlib
 import errno
 import importlib
 import importlib.util
+import itertools
+import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -21,7 +26,7 @@ SUBCOMMANDS: dict[str, str] = {
     "daemon": "Run the node daemon.",
     "controller": "Run a controller replica.",
     "health": "Ask the daemon or controller of this host whether it serves.",
-    "group": "Create and inspect groups.",
+    "group": "Create, inspect and delete groups.",
     "status": "Show members, views and health.",
     "node": "Say that a node is off for good.",
     "checkpoint": "Show the experts of a checkpoint, and whether they are whole.",
@@ -36,14 +41,49 @@ SUBCOMMANDS: dict[str, str] = {
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AS_JSON = "elasticep.as_json"
 
 
 def _exists(name: str) -> bool:
     return importlib.util.find_spec(f"elasticep.cli.{name}") is not None
 
 
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, also one that cannot be parsed."""
+    asked = [word for before, word in itertools.pairwise(words) if before == "--output"]
+    asked += [word.removeprefix("--output=") for word in words if word.startswith("--output=")]
+    return "json" in asked
+
+
+def error_json(reason: str, message: str) -> str:
+    """What a command that was to answer with JSON answers when it fails."""
+    return json.dumps({"error": {"reason": reason, "message": message}})
+
+
 class LazyGroup(click.Group):
-    """A group whose commands are imported only when they are run."""
+    """A group whose commands are imported only when they are run.
+
+    One that fails under `--output json` says why on stdout as JSON, too: a script that reads it
+    finds one document in every case.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Note in which form an error is to be told."""
+        ctx.meta[_AS_JSON] = wants_json(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ElasticEPError as error:
+            if ctx.meta[_AS_JSON]:
+                click.echo(error_json(error.reason, str(error)))
+            raise
+        except click.ClickException as error:
+            if ctx.meta[_AS_JSON]:
+                click.echo(error_json("USAGE", error.format_message()))
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the commands whose modules are installed, in the table's order."""
@@ -84,7 +124,11 @@ def main() -> None:
         if error.errno not in DISK_FULL:
             raise
         place = error.filename or "where output or temporary files (TMPDIR) go"
-        click.echo(f"error: DISK_FULL: {error.strerror}: {place}; make room there", err=True)
+        told = f"{error.strerror}: {place}; make room there"
+        if wants_json(sys.argv):
+            with contextlib.suppress(OSError):  # it may be stdout that is full
+                click.echo(error_json("DISK_FULL", told))
+        click.echo(f"error: DISK_FULL: {told}", err=True)
         sys.exit(1)
 
 

@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elasticep.cli.operator import print_parts
 from elasticep.errors import Unavailable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from elasticep.proto.node_pb2 import ArenaStatus, GetStatusResponse
 
 
@@ -32,6 +35,12 @@ def show(socket: str, output: str, timeout_s: float) -> None:
                 node_pb2.GetStatusRequest(), timeout=timeout_s
             )
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise Unavailable(
+                    f"the daemon at {socket} did not answer within {timeout_s:g} s: is its process "
+                    "stopped, or short of processor time? See its log, or wait longer with "
+                    "--timeout"
+                ) from None
             raise Unavailable(
                 f"no daemon answers at {socket}: {error.details()}; is `elasticep daemon` running "
                 "on this host, with that socket_dir?"
@@ -92,13 +101,13 @@ def _arena_dict(arena: "ArenaStatus") -> dict[str, Any]:
 
 
 def _print(answer: "GetStatusResponse") -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
     link = "[green]connected[/]" if answer.controller_connected else "[red]not connected[/]"
-    console.print(f"node {answer.node}, domain {answer.domain[:12]}; controller: {link}")
+    parts: list[RenderableType] = [
+        f"node {escape(answer.node)}, domain {escape(answer.domain[:12])}; controller: {link}"
+    ]
     seats = Table("rank", "incarnation", "worker", "engine", "epoch", "step", "torn", "waits for",
                   box=None, pad_edge=False)  # fmt: skip
     for seat in answer.seats:
@@ -114,7 +123,7 @@ def _print(answer: "GetStatusResponse") -> None:
             seat.wait,
         )
     if answer.seats:
-        console.print(seats)
+        parts.append(seats)
     arenas = Table("weights", "MB", "slots", "valid", "filling", "", box=None, pad_edge=False)
     for arena in answer.arenas:
         name = f"{arena.group}/{'backup' if arena.backup else arena.rank}"
@@ -123,15 +132,17 @@ def _print(answer: "GetStatusResponse") -> None:
             name, size, str(arena.slots), str(arena.valid), str(arena.filling), _doing(arena)
         )
     if answer.arenas:
-        console.print(arenas)
-        console.print(f"mover: {f'process {answer.mover_pid}' if answer.mover_pid else 'none'}")
-    for found in answer.checkpoints:
-        if found.problem:
-            console.print(
-                f"[yellow]group {found.group} cannot be loaded from its checkpoint:[/] "
-                f"{escape(found.problem)}",
-                soft_wrap=True,
-            )
+        parts += [
+            arenas,
+            f"mover: {f'process {answer.mover_pid}' if answer.mover_pid else 'none'}",
+        ]
+    parts += [
+        f"[yellow]group {found.group} cannot be loaded from its checkpoint:[/] "
+        f"{escape(found.problem)}"
+        for found in answer.checkpoints
+        if found.problem
+    ]
+    print_parts(parts)
 
 
 def _doing(arena: "ArenaStatus") -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("group")
 @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
               help="Change a policy; may be given several times.")  # fmt: skip
-@click.option("--output", default="text", type=click.Choice(["text", "json"]))
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(group: str, changes: tuple[str, ...], output: str, **options: Any) -> None:
     """Show GROUP's policies, or change them while it runs.
 

@@ -77,7 +77,7 @@ def _scenarios(first: Scenario, schedules: int, days: float, shapes: bool) -> It
 @click.option("--only", default=None, help="Indices of the faults that happen ('-': none).")
 @click.option("--plant", default=Plant.NONE.value, type=click.Choice([p.value for p in Plant]),
               help="A bug to plant.")  # fmt: skip
-@click.option("--output", default="text", type=click.Choice(["text", "json"]))
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(
     seed: int,
     ranks: int | None,

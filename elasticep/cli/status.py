@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elasticep.cli.node_status import show
-from elasticep.cli.operator import ask, controller_options
+from elasticep.cli.operator import ask, controller_options, print_parts
 from elasticep.cli.rebalance import status_dict, status_line
 from elasticep.config import default_socket_dir
 from elasticep.errors import ConfigError
@@ -64,7 +64,7 @@ def command(group: str | None, output: str, daemon: str | None, **options: Any) 
     if output == "json":
         click.echo(json.dumps(as_dict(answer), indent=2))
     else:
-        _print(answer)
+        print_parts(_parts(answer))
 
 
 def as_dict(answer: "GetClusterResponse") -> dict[str, Any]:
@@ -116,19 +116,6 @@ def _group_dict(group: "GroupStatus") -> dict[str, Any]:
         ],
         "history": list(group.history),
     }
-
-
-def _print(answer: "GetClusterResponse") -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(*_parts(answer), sep="\n")
-        return
-    console.width = 1_000  # who searches in it wants a sentence in one line, and no blanks behind
-    with console.capture() as captured:
-        console.print(*_parts(answer), sep="\n")
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _parts(answer: "GetClusterResponse") -> "list[RenderableType]":

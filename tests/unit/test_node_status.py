@@ -1,8 +1,10 @@
 """`elasticep status --daemon`: a daemon's own view, over its Unix socket."""
 
+import socket as sockets
 import tempfile
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -51,6 +53,15 @@ class Daemon(node_pb2_grpc.NodeServiceServicer):
         return ANSWER
 
 
+@contextmanager
+def listening(path: str) -> Iterator[str]:
+    """A socket on which nobody accepts, as of a process that is stopped."""
+    with sockets.socket(sockets.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        yield path
+
+
 @pytest.fixture
 def socket() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder, futures.ThreadPoolExecutor(1) as pool:
@@ -93,3 +104,17 @@ def test_a_group_and_a_daemon_do_not_go_together() -> None:
     code, text = run("decode", "--daemon", "/nowhere/daemon.sock")
     assert code == 1
     assert "leave the group 'decode' away" in text
+
+
+def test_a_daemon_that_is_stopped_is_not_taken_for_none() -> None:
+    with tempfile.TemporaryDirectory() as folder, listening(f"{folder}/d.sock") as path:
+        code, text = run("--daemon", path, "--timeout", "0.5")
+    assert code == 1
+    assert f"the daemon at {path} did not answer within 0.5 s: is its process stopped" in text
+
+
+def test_a_line_of_a_daemons_status_is_a_line_in_a_pipe(socket: str) -> None:
+    _, text = run("--daemon", socket)
+    lines = text.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    assert any(line.endswith("step barrier for rank 1, 12 ms") for line in lines)
