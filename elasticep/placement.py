@@ -24,12 +24,11 @@ from elasticep.control.placement import (
     SlotShortage,
     plan,
     resplit,
-    round_robin,
-    without,
 )
 from elasticep.control.planfile import export_json, import_json
 from elasticep.control.stages import StagingImpossible, stages
 from elasticep.errors import ConfigError
+from elasticep.plain_placement import round_robin, without
 
 if TYPE_CHECKING:
     import torch

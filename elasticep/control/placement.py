@@ -1,13 +1,12 @@
-"""Placement of experts: the public names. Pure: no clock, no I/O, no threads.
+"""Placement of experts: what the controller uses of it. Pure: no clock, no I/O, no threads.
 
-`plan` starts a group and improves it, `resplit` keeps it serving when ranks die; `round_robin` and
-`without` do without the native core. `docs/placement.md` says how the planner works.
+`plan` starts a group and improves it, `resplit` keeps it serving when ranks die. How the planner
+works is in `docs/placement.md`; the public names are those of `elasticep.placement`.
 """
 
 from elasticep.control.planner import plan, resplit
 from elasticep.control.policy import PlanPolicy, RankInfo
 from elasticep.control.report import LayerReport, Move, Plan, PlanReport
-from elasticep.control.start import round_robin, without
 from elasticep.control.tables import (
     EMPTY,
     ONE,
@@ -32,6 +31,4 @@ __all__ = [
     "SlotShortage",
     "plan",
     "resplit",
-    "round_robin",
-    "without",
 ]

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticep.control.start import spread
-from elasticep.control.tables import EMPTY, InvalidPlacement, Placement, integer_table
+from elasticep.control.tables import EMPTY, InvalidPlacement, Placement, integer_table, spread
 from elasticep.errors import ConfigError
 
 FORMS = ("elasticep", "sglang", "vllm", "vllm-ascend")

@@ -338,6 +338,40 @@ def integer_table(rows: Any, dtype: type[_Integer]) -> NDArray[_Integer]:
     return table.astype(dtype)
 
 
+def spread(slot_expert: Int32Array, slot_weight: Uint32Array, experts: int) -> Uint32Array:
+    """Top the weights up so that those of each expert sum to `ONE`: what is missing goes in equal
+    parts to its replicas, what does not divide to the lowest slots.
+
+    Args:
+        slot_expert: int32 [layers, ranks, slots].
+        slot_weight: uint32, same shape; no expert's weights may sum to more than `ONE`.
+        experts: logical experts per layer.
+    """
+    layers = slot_expert.shape[0]
+    filled = np.flatnonzero(slot_expert.ravel() >= 0)
+    layer = filled // (slot_expert.shape[1] * slot_expert.shape[2])
+    key = layer * experts + slot_expert.ravel()[filled]
+    weight = slot_weight.ravel()[filled].astype(np.int64)
+    held = np.bincount(key, weights=weight, minlength=layers * experts).astype(np.int64)
+    copies = np.bincount(key, minlength=layers * experts)
+    each, rest = np.divmod(ONE - held, np.maximum(copies, 1))
+    extra = each[key] + (_ordinal(key) < rest[key])
+    total = np.zeros(slot_expert.size, np.uint32)
+    total[filled] = weight + extra
+    return total.reshape(slot_expert.shape)
+
+
+def _ordinal(key: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many equal entries come before each entry."""
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    first = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(key) else np.zeros(0, bool)
+    begin = np.maximum.accumulate(np.where(first, np.arange(len(key)), 0))
+    ordinal = np.empty(len(key), np.int64)
+    ordinal[order] = np.arange(len(key)) - begin
+    return ordinal
+
+
 def _keys(slot_expert: Int32Array, experts: int) -> NDArray[np.int64]:
     """One integer per (layer, expert) for every slot; meaningless where the slot is empty."""
     layer = np.arange(slot_expert.shape[0], dtype=np.int64)[:, None, None]

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from elasticep.balance import RebalancePolicy
 from elasticep.cli.main import cli
-from elasticep.control.placement import Placement, round_robin
 from elasticep.control.planfile import export_json
 from elasticep.control.records import MAX_SLOTS
 from elasticep.geometry import GroupGeometry
 from elasticep.group import GroupConfig, Timeouts
+from elasticep.placement import Placement, round_robin
 from elasticep.proto import controller_pb2 as pb
 from elasticep.rpc import MAX_PLAN_BYTES, MAX_REQUEST_BYTES
 from elasticep.spec import ExchangeSpec

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from elasticep.control.placement import Placement
-from elasticep.control.start import round_robin, without
 from elasticep.demo.display import LiveDisplay, PlainDisplay, Progress, RankLine, choose_display
 from elasticep.demo.journal import Journal
 from elasticep.demo.measure import KillWatch, steps_repeated
@@ -19,6 +18,7 @@ from elasticep.demo.scenario import Scenario, script
 from elasticep.demo.settings import DemoSettings, Kill, Restore, Side
 from elasticep.demo.wire import pipe
 from elasticep.errors import ConfigError
+from elasticep.placement import round_robin, without
 
 # ---- measurements
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elasticep.control.placement import (
+from elasticep.placement import (
     ONE,
     Placement,
     PlanPolicy,

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elasticep.control.placement import (
+from elasticep.errors import ConfigError
+from elasticep.placement import (
     ONE,
     Placement,
     PlanPolicy,
@@ -17,7 +18,6 @@ from elasticep.control.placement import (
     round_robin,
     without,
 )
-from elasticep.errors import ConfigError
 from elasticep.testing.placements import check_plan, cluster
 
 LAYERS, EXPERTS, RANKS, SLOTS = 40, 384, 64, 13

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticep.control.placement import (
+from elasticep.errors import ExpertsLost, PlacementError
+from elasticep.placement import (
     EMPTY,
     ONE,
     InvalidPlacement,
@@ -16,7 +17,6 @@ from elasticep.control.placement import (
     round_robin,
     without,
 )
-from elasticep.errors import ExpertsLost, PlacementError
 
 
 def geometry(layers=2, experts=6, slots=3, ranks=4):

@@ -1,19 +1,14 @@
-"""Placements that need no load figures: the first one of a group, and one that a death leaves."""
+"""Placements that need no load figures and no native core: a first one, and what deaths leave.
+
+Part of `elasticep.placement`. The controller plans its own (`elasticep.control.planner`).
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticep.control.tables import (
-    EMPTY,
-    ONE,
-    GeometryLike,
-    Int32Array,
-    Placement,
-    SlotShortage,
-    Uint32Array,
-)
+from elasticep.control.tables import EMPTY, GeometryLike, Placement, SlotShortage, spread
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -119,7 +114,7 @@ def without(
 
     Slots of the survivors stay; those of the dead become empty, and their weights go in equal
     parts to the surviving replicas (live ones of weight 0 included). With load figures at hand
-    `elasticep.control.resplit` balances better.
+    `resplit` balances better.
 
     Returns:
         The placement, and the (layer, expert) pairs that nobody holds any more.
@@ -136,37 +131,3 @@ def without(
     )
     missing = np.argwhere(left.copies() == 0)
     return left, [(int(layer), int(expert)) for layer, expert in missing]
-
-
-def spread(slot_expert: Int32Array, slot_weight: Uint32Array, experts: int) -> Uint32Array:
-    """Top the weights up so that those of each expert sum to `ONE`: what is missing goes in equal
-    parts to its replicas, what does not divide to the lowest slots.
-
-    Args:
-        slot_expert: int32 [layers, ranks, slots].
-        slot_weight: uint32, same shape; no expert's weights may sum to more than `ONE`.
-        experts: logical experts per layer.
-    """
-    layers = slot_expert.shape[0]
-    filled = np.flatnonzero(slot_expert.ravel() >= 0)
-    layer = filled // (slot_expert.shape[1] * slot_expert.shape[2])
-    key = layer * experts + slot_expert.ravel()[filled]
-    weight = slot_weight.ravel()[filled].astype(np.int64)
-    held = np.bincount(key, weights=weight, minlength=layers * experts).astype(np.int64)
-    copies = np.bincount(key, minlength=layers * experts)
-    each, rest = np.divmod(ONE - held, np.maximum(copies, 1))
-    extra = each[key] + (_ordinal(key) < rest[key])
-    total = np.zeros(slot_expert.size, np.uint32)
-    total[filled] = weight + extra
-    return total.reshape(slot_expert.shape)
-
-
-def _ordinal(key: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many equal entries come before each entry."""
-    order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    first = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(key) else np.zeros(0, bool)
-    begin = np.maximum.accumulate(np.where(first, np.arange(len(key)), 0))
-    ordinal = np.empty(len(key), np.int64)
-    ordinal[order] = np.arange(len(key)) - begin
-    return ordinal
