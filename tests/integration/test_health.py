@@ -63,6 +63,23 @@ def test_daemon_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         ask("daemon", env={"ELASTICEP_DAEMON_SOCKET_DIR": str(tmp_path)})
 
 
+def test_an_address_is_all_that_a_probe_needs(serve: Callable[..., int], tmp_path: Path) -> None:
+    port = serve(lambda server: server.add_insecure_port("127.0.0.1:0"))
+    for where in (f"127.0.0.1:{port}", f"localhost:{port}", f"0.0.0.0:{port}"):
+        assert ask("controller", "--address", where, env={}) == "SERVING"
+    path = f"unix://{tmp_path}/daemon.sock"
+    serve(lambda server: server.add_insecure_port(path))
+    assert ask("daemon", "--address", path, env={}) == "SERVING"
+    with pytest.raises(Unavailable, match="no health answer from unix:///nowhere"):
+        ask("daemon", "--address", "unix:///nowhere", env={})
+    with pytest.raises(ConfigError, match="'7400' is no address; use host:port"):
+        ask("controller", "--address", "7400", env={})
+    with pytest.raises(ConfigError, match="ELASTICEP_CONTROLLER_TLS_CERT, _KEY and _CA"):
+        ask("controller", "--address", "host.example:7400", env={})
+    with pytest.raises(ConfigError, match="do not go together"):
+        ask("controller", "--address", path, "--config", "c.toml", env={})
+
+
 def openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
@@ -94,6 +111,7 @@ def test_controller_is_asked_by_the_name_in_its_certificate(
     paths = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}
     tls = {f"ELASTICEP_CONTROLLER_TLS_{what}": str(tmp_path / name) for what, name in paths.items()}
     assert ask("controller", env={**env, **tls}) == "SERVING"
+    assert ask("controller", "--address", f"localhost:{port}", env=tls) == "SERVING"
     # By the address alone the certificate does not fit, and without one of its own it is refused.
     with pytest.raises(Unavailable, match="no health answer"):
         ask("controller", env={**env, **tls, "ELASTICEP_CONTROLLER_ADVERTISE": ""})
