@@ -63,32 +63,42 @@ class Device {
 };
 
 using Operation = std::function<void()>;
+using Operations = std::vector<Operation>;
 
-// Operations run one after another on a thread of the stream, or are noted while it is captured.
-struct Stream {
-  explicit Stream(int device, bool blocking);
-  void push(Operation op);
-  void wait();
+// Operations run one after another on a thread of the stream, or are noted while it is captured. Its thread and whoever uses it
+// own it together: it may be destroyed while others wait for it, and runs what it has.
+class Stream {
+ public:
+  explicit Stream(int on) : device(on) {}
+  cudaError_t push(Operation op);
+  void wait();  // for what it has been given so far
   bool idle();
-  void finish();  // runs what it has, then ends
+  void serve();  // its thread, which ends when it is closed and has nothing left to run
+  void close();
+  cudaError_t begin_capture();
+  cudaError_t end_capture(std::shared_ptr<Operations>* out);
+  cudaStreamCaptureStatus capture_status();
+  bool spoil();  // by a call that a capture does not allow; whether there is one
 
   const int device;
-  const bool blocking;
-  std::shared_ptr<std::vector<Operation>> captured;  // not null: being captured
-  bool spoilt = false;                               // by a call that a capture does not allow
 
  private:
-  void serve();
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Operation> operations_;
-  bool busy_ = false, over_ = false;
+  uint64_t given_ = 0, done_ = 0;
+  bool closed_ = false;
+  std::shared_ptr<Operations> captured_;  // not null: being captured
+  bool spoilt_ = false;
 };
 
-Stream& stream_of(cudaStream_t stream);  // null: the default one of the current device
-cudaStream_t new_stream(bool blocking);
-cudaError_t end_stream(cudaStream_t stream);
-void wait_for_device(int device);
+// Null for one that was destroyed or never was. A null handle: the default stream of the current device.
+std::shared_ptr<Stream> stream_of(cudaStream_t stream);
+cudaError_t push(cudaStream_t stream, Operation op);
+cudaError_t wait_for_stream(cudaStream_t stream);
+cudaStream_t new_stream();
+cudaError_t end_stream(cudaStream_t stream);  // it runs what it has
+void wait_for_device(int device);             // also for streams that were ended
 int current_device();
 
 // Memory of cudaHostAlloc, and copies from it to a device, which may be held back (pinned.cpp).
@@ -107,7 +117,5 @@ void fail_call(const char* call, cudaError_t status, uint32_t skip);
 
 // Whether this thread may make a call that a capture in global mode forbids; if not, the capture is spoilt.
 bool allowed_in_capture();
-cudaError_t begin_capture(cudaStream_t stream);
-cudaError_t end_capture(cudaStream_t stream, std::shared_ptr<std::vector<Operation>>* out);
 
 }  // namespace epe

@@ -13,9 +13,11 @@ namespace {
 
 constexpr size_t kMostHeld = 256, kMostRanges = 256;
 
+// Never changed or freed once it is in `ranges`: kernels look there while others reserve and forget.
 struct Range {
-  std::atomic<uintptr_t> base, end, own, own_end;
-} ranges[kMostRanges];
+  uintptr_t base, end, own, own_end;
+};
+std::atomic<const Range*> ranges[kMostRanges];  // null: free
 std::atomic<size_t> used{0};
 std::mutex& mutex() {
   static auto m = new std::mutex;
@@ -42,30 +44,27 @@ void carry_out(void* to, const void* from, uint32_t bytes) {
 void reserve_regions(uintptr_t base, size_t bytes) {
   std::lock_guard<std::mutex> guard(mutex());
   size_t i = 0;
-  while (i < used && ranges[i].base) ++i;
+  while (i < used && ranges[i].load()) ++i;
   if (i == kMostRanges) fail("too many reserved address ranges", __FILE__, __LINE__);
-  ranges[i].own = ranges[i].own_end = 0;
-  ranges[i].end = base + bytes;
-  ranges[i].base = base;
+  ranges[i] = new Range{base, base + bytes, 0, 0};
   if (i == used) ++used;
 }
 void map_region(uintptr_t at, size_t bytes) {
   std::lock_guard<std::mutex> guard(mutex());
-  for (size_t i = 0; i < used; ++i)
-    if (at >= ranges[i].base && at < ranges[i].end && !ranges[i].own) {
-      ranges[i].own_end = at + bytes;
-      ranges[i].own = at;
-    }
+  for (size_t i = 0; i < used; ++i) {
+    const Range* r = ranges[i];
+    if (r && at >= r->base && at < r->end && !r->own) ranges[i] = new Range{r->base, r->end, at, at + bytes};
+  }
 }
 void forget_regions(uintptr_t base) {
   std::lock_guard<std::mutex> guard(mutex());
   for (size_t i = 0; i < used; ++i)
-    if (ranges[i].base == base) ranges[i].end = ranges[i].base = 0;
+    if (const Range* r = ranges[i]; r && r->base == base) ranges[i] = nullptr;
 }
 bool of_a_peer(const void* p) {
   const auto at = reinterpret_cast<uintptr_t>(p);
   for (size_t i = 0, n = used; i < n; ++i)
-    if (at >= ranges[i].base && at < ranges[i].end) return at < ranges[i].own || at >= ranges[i].own_end;
+    if (const Range* r = ranges[i]; r && at >= r->base && at < r->end) return at < r->own || at >= r->own_end;
   return false;
 }
 

@@ -60,12 +60,10 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void* (
   }
   if (!config.gridDim.x || !config.blockDim.x || config.blockDim.x > kMostThreads) return noted(cudaErrorInvalidConfiguration);
   if (bytes > size_t(limit) || bytes > shared_bytes) return noted(cudaErrorInvalidValue);
-  Stream& stream = stream_of(config.stream);
-  if (stream.device != current_device()) return noted(cudaErrorInvalidResourceHandle);
+  const auto stream = stream_of(config.stream);
+  if (!stream || stream->device != current_device()) return noted(cudaErrorInvalidResourceHandle);
   auto k = std::make_shared<Kernel>(Kernel{config.gridDim.x, config.blockDim.x, bytes, shared, std::move(body)});
-  const int device = stream.device;
-  stream.push([k, device] { Device::of(device).run(*k); });
-  return cudaSuccess;
+  return noted(stream->push([k, device = stream->device] { Device::of(device).run(*k); }));
 }
 
 }  // namespace epe
@@ -90,6 +88,7 @@ const char* CUDARTAPI cudaGetErrorString(cudaError_t status) {
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
     case cudaErrorOperatingSystem: return "OS call failed or operation not supported on this OS";
+    case cudaErrorECCUncorrectable: return "uncorrectable ECC error encountered";
     case cudaErrorNvlinkUncorrectable: return "uncorrectable NVLink error detected during the execution";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
@@ -115,6 +114,7 @@ cudaError_t CUDARTAPI cudaDeviceCanAccessPeer(int* out, int, int) {
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaMemGetInfo(size_t* free, size_t* total) {
+  if (const cudaError_t bad = epe::failing("cudaMemGetInfo"); bad != cudaSuccess) return noted(bad);
   *free = *total = size_t(epe::settings().free_bytes);
   return cudaSuccess;
 }
@@ -132,9 +132,9 @@ cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t bytes, unsigned) {
   return bad;
 }
 cudaError_t CUDARTAPI cudaFreeHost(void* p) {
-  const cudaError_t bad = cudaFree(p);
-  if (bad == cudaSuccess) epe::forget_pinned(p);
-  return bad;
+  if (!epe::allowed_in_capture()) return noted(cudaErrorStreamCaptureUnsupported);
+  epe::forget_pinned(p);  // before it can be another's
+  return cudaFree(p);
 }
 cudaError_t CUDARTAPI cudaHostRegister(void*, size_t, unsigned) { return noted(epe::failing("cudaHostRegister")); }
 cudaError_t CUDARTAPI cudaHostUnregister(void*) { return cudaSuccess; }
@@ -144,6 +144,7 @@ cudaError_t CUDARTAPI cudaHostGetDevicePointer(void** out, void* p, unsigned) {
 }
 
 cudaError_t CUDARTAPI cudaMemset(void* p, int value, size_t bytes) {
+  if (const cudaError_t bad = epe::failing("cudaMemset"); bad != cudaSuccess) return noted(bad);
   if (!epe::allowed_in_capture()) return noted(cudaErrorStreamCaptureUnsupported);
   memset(p, value, bytes);
   return cudaSuccess;
@@ -155,25 +156,18 @@ cudaError_t CUDARTAPI cudaMemcpy(void* to, const void* from, size_t bytes, cudaM
 }
 cudaError_t CUDARTAPI cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
   if (const cudaError_t bad = epe::failing("cudaMemsetAsync"); bad != cudaSuccess) return noted(bad);
-  epe::stream_of(stream).push([=] { memset(p, value, bytes); });
-  return cudaSuccess;
+  return noted(epe::push(stream, [=] { memset(p, value, bytes); }));
 }
 // What lies in ordinary host memory is read before the call returns, as the real one reads what is not pinned.
 cudaError_t CUDARTAPI cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  if (kind != cudaMemcpyHostToDevice) {
-    epe::stream_of(stream).push([=] { memcpy(to, from, bytes); });
-    return cudaSuccess;
-  }
-  if (epe::is_pinned(from, bytes)) {
-    epe::stream_of(stream).push([=] {
+  if (kind != cudaMemcpyHostToDevice) return noted(epe::push(stream, [=] { memcpy(to, from, bytes); }));
+  if (epe::is_pinned(from, bytes))
+    return noted(epe::push(stream, [=] {
       epe::pass_gate();
       memcpy(to, from, bytes);
-    });
-    return cudaSuccess;
-  }
-  auto copied = std::make_shared<std::vector<uint8_t>>(static_cast<const uint8_t*>(from), static_cast<const uint8_t*>(from) + bytes);
-  epe::stream_of(stream).push([=] { memcpy(to, copied->data(), bytes); });
-  return cudaSuccess;
+    }));
+  const auto begin = static_cast<const uint8_t*>(from);
+  return noted(epe::push(stream, [to, copied = std::vector<uint8_t>(begin, begin + bytes)] { memcpy(to, copied.data(), copied.size()); }));
 }
 
 // Has C linkage and another signature in CUDA's headers from one version to the next; csrc/cuda asks by name.

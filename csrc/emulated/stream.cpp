@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <map>
 #include <thread>
 
@@ -8,136 +7,167 @@ namespace epe {
 
 namespace {
 
-std::mutex& all_mutex() {
-  static auto m = new std::mutex;
-  return *m;
-}
-std::vector<Stream*>& all_streams() {
-  static auto v = new std::vector<Stream*>;
-  return *v;
+using Streams = std::map<const Stream*, std::shared_ptr<Stream>>;
+
+// Never destroyed: streams may run until the process ends.
+struct Registry {
+  std::mutex mutex;
+  Streams open;     // that calls may name
+  Streams running;  // these, and those that were ended and have something left to run
+  std::map<int, std::shared_ptr<Stream>> usual;  // the default one of each device
+};
+Registry& registry() {
+  static auto all = new Registry;
+  return *all;
 }
 thread_local int chosen = 0;
 thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
-Stream* make(int device, bool blocking) {
-  auto s = new Stream(device, blocking);
-  std::lock_guard<std::mutex> guard(all_mutex());
-  all_streams().push_back(s);
+// The registry's mutex is held.
+std::shared_ptr<Stream> make(int device) {
+  auto s = std::make_shared<Stream>(device);
+  registry().open[s.get()] = registry().running[s.get()] = s;
+  std::thread([s] {
+    s->serve();
+    std::lock_guard<std::mutex> guard(registry().mutex);
+    registry().running.erase(s.get());
+  }).detach();
   return s;
 }
 
 }  // namespace
 
-Stream::Stream(int on, bool blocks) : device(on), blocking(blocks) {
-  std::thread([this] { serve(); }).detach();
-}
-
 void Stream::serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !operations_.empty() || over_; });
-    if (operations_.empty()) break;
+    changed_.wait(lock, [&] { return !operations_.empty() || closed_; });
+    if (operations_.empty()) return;
     Operation op = std::move(operations_.front());
     operations_.pop_front();
-    busy_ = true;
     lock.unlock();
     op();
     op = nullptr;
     lock.lock();
-    busy_ = false;
+    ++done_;
     changed_.notify_all();
   }
-  lock.unlock();
-  delete this;
 }
 
-void Stream::push(Operation op) {
-  if (captured) {
-    captured->push_back(std::move(op));
-    return;
-  }
+cudaError_t Stream::push(Operation op) {
   std::lock_guard<std::mutex> guard(mutex_);
+  if (closed_) return cudaErrorInvalidResourceHandle;
+  if (captured_) {
+    captured_->push_back(std::move(op));
+    return cudaSuccess;
+  }
   operations_.push_back(std::move(op));
+  ++given_;
   changed_.notify_all();
+  return cudaSuccess;
 }
 
 void Stream::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return operations_.empty() && !busy_; });
+  changed_.wait(lock, [this, all = given_] { return done_ >= all; });
 }
 
 bool Stream::idle() {
   std::lock_guard<std::mutex> guard(mutex_);
-  return operations_.empty() && !busy_;
+  return done_ == given_;
 }
 
-void Stream::finish() {
+void Stream::close() {
   std::lock_guard<std::mutex> guard(mutex_);
-  over_ = true;
+  closed_ = true;
   changed_.notify_all();
+}
+
+cudaError_t Stream::begin_capture() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (captured_) return cudaErrorIllegalState;
+  captured_ = std::make_shared<Operations>();
+  spoilt_ = false;
+  return cudaSuccess;
+}
+
+cudaError_t Stream::end_capture(std::shared_ptr<Operations>* out) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!captured_) return cudaErrorIllegalState;
+  *out = std::move(captured_);
+  return spoilt_ ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+}
+
+cudaStreamCaptureStatus Stream::capture_status() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!captured_) return cudaStreamCaptureStatusNone;
+  return spoilt_ ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+
+bool Stream::spoil() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (captured_) spoilt_ = true;
+  return captured_ != nullptr;
 }
 
 int current_device() { return chosen; }
 
-Stream& stream_of(cudaStream_t stream) {
-  if (stream) return *reinterpret_cast<Stream*>(stream);
-  static auto defaults = new std::map<int, Stream*>;
-  static auto mutex = new std::mutex;
-  std::lock_guard<std::mutex> guard(*mutex);
-  Stream*& s = (*defaults)[chosen];
-  if (!s) s = make(chosen, true);
-  return *s;
+std::shared_ptr<Stream> stream_of(cudaStream_t stream) {
+  std::lock_guard<std::mutex> guard(registry().mutex);
+  if (!stream) {
+    std::shared_ptr<Stream>& s = registry().usual[chosen];
+    if (!s) s = make(chosen);
+    return s;
+  }
+  const auto at = registry().open.find(reinterpret_cast<Stream*>(stream));
+  return at == registry().open.end() ? nullptr : at->second;
 }
 
-cudaStream_t new_stream(bool blocking) { return reinterpret_cast<cudaStream_t>(make(chosen, blocking)); }
+cudaError_t push(cudaStream_t stream, Operation op) {
+  const auto s = stream_of(stream);
+  return s ? s->push(std::move(op)) : cudaErrorInvalidResourceHandle;
+}
+
+cudaError_t wait_for_stream(cudaStream_t stream) {
+  const auto s = stream_of(stream);
+  if (!s) return cudaErrorInvalidResourceHandle;
+  s->wait();
+  return cudaSuccess;
+}
+
+cudaStream_t new_stream() {
+  std::lock_guard<std::mutex> guard(registry().mutex);
+  return reinterpret_cast<cudaStream_t>(make(chosen).get());
+}
 
 cudaError_t end_stream(cudaStream_t stream) {
-  auto s = reinterpret_cast<Stream*>(stream);
+  std::shared_ptr<Stream> s;
   {
-    std::lock_guard<std::mutex> guard(all_mutex());
-    auto at = std::find(all_streams().begin(), all_streams().end(), s);
-    if (at == all_streams().end()) return cudaErrorInvalidResourceHandle;
-    all_streams().erase(at);
+    std::lock_guard<std::mutex> guard(registry().mutex);
+    const auto at = registry().open.find(reinterpret_cast<Stream*>(stream));
+    if (at == registry().open.end()) return cudaErrorInvalidResourceHandle;
+    s = std::move(at->second);
+    registry().open.erase(at);
   }
-  s->finish();
+  s->close();
   return cudaSuccess;
 }
 
 void wait_for_device(int device) {
-  std::vector<Stream*> all;
+  std::vector<std::shared_ptr<Stream>> all;
   {
-    std::lock_guard<std::mutex> guard(all_mutex());
-    all = all_streams();
+    std::lock_guard<std::mutex> guard(registry().mutex);
+    for (const auto& [_, s] : registry().running)
+      if (s->device == device) all.push_back(s);
   }
-  for (Stream* s : all)
-    if (s->device == device) s->wait();
+  for (const auto& s : all) s->wait();
 }
 
 bool allowed_in_capture() {
   if (mode == cudaStreamCaptureModeRelaxed) return true;
-  std::lock_guard<std::mutex> guard(all_mutex());
-  bool allowed = true;
-  for (Stream* s : all_streams())
-    if (s->captured) s->spoilt = true, allowed = false;
-  return allowed;
-}
-
-cudaError_t begin_capture(cudaStream_t stream) {
-  Stream& s = stream_of(stream);
-  std::lock_guard<std::mutex> guard(all_mutex());
-  if (s.captured) return cudaErrorIllegalState;
-  s.captured = std::make_shared<std::vector<Operation>>();
-  s.spoilt = false;
-  return cudaSuccess;
-}
-
-cudaError_t end_capture(cudaStream_t stream, std::shared_ptr<std::vector<Operation>>* out) {
-  Stream& s = stream_of(stream);
-  std::lock_guard<std::mutex> guard(all_mutex());
-  if (!s.captured) return cudaErrorIllegalState;
-  *out = std::move(s.captured);
-  s.captured = nullptr;
-  return s.spoilt ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+  std::lock_guard<std::mutex> guard(registry().mutex);
+  bool captured = false;
+  for (const auto& [_, s] : registry().open) captured |= s->spoil();
+  return !captured;
 }
 
 }  // namespace epe
@@ -146,7 +176,12 @@ extern "C" {
 
 cudaError_t CUDARTAPI cudaSetDevice(int device) {
   if (device < 0 || uint32_t(device) >= epe::settings().devices) return cudaErrorInvalidDevice;
+  if (const cudaError_t bad = epe::failing("cudaSetDevice"); bad != cudaSuccess) return bad;
   epe::chosen = device;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaGetDevice(int* out) {
+  *out = epe::chosen;
   return cudaSuccess;
 }
 
@@ -155,23 +190,24 @@ cudaError_t CUDARTAPI cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*
   return cudaSuccess;
 }
 
-cudaError_t CUDARTAPI cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
-  *out = epe::new_stream(!(flags & cudaStreamNonBlocking));
+cudaError_t CUDARTAPI cudaStreamCreateWithFlags(cudaStream_t* out, unsigned) {
+  *out = epe::new_stream();
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaStreamDestroy(cudaStream_t stream) { return epe::end_stream(stream); }
 cudaError_t CUDARTAPI cudaStreamSynchronize(cudaStream_t stream) {
-  if (!epe::allowed_in_capture()) return cudaErrorStreamCaptureUnsupported;
-  epe::stream_of(stream).wait();
-  return cudaSuccess;
+  return epe::allowed_in_capture() ? epe::wait_for_stream(stream) : cudaErrorStreamCaptureUnsupported;
 }
 cudaError_t CUDARTAPI cudaStreamQuery(cudaStream_t stream) {
   if (!epe::allowed_in_capture()) return cudaErrorStreamCaptureUnsupported;
-  return epe::stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
+  const auto s = epe::stream_of(stream);
+  if (!s) return cudaErrorInvalidResourceHandle;
+  return s->idle() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t CUDARTAPI cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* out) {
-  const epe::Stream& s = epe::stream_of(stream);
-  *out = !s.captured ? cudaStreamCaptureStatusNone : s.spoilt ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  const auto s = epe::stream_of(stream);
+  if (!s) return cudaErrorInvalidResourceHandle;
+  *out = s->capture_status();
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaDeviceSynchronize() {

@@ -19,6 +19,7 @@ from elasticep.native import library
 
 NAME: Final = "libelasticep_cuda_emulated.so"
 VARIABLE: Final = "ELASTICEP_CUDA_LIBRARY"
+FAILING_VARIABLE: Final = "ELASTICEP_EMULATED_FAILING"
 CALL: Final = CFUNCTYPE(None)
 PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_set_seed": (None, (c_uint64,)),
@@ -28,8 +29,8 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_stream_synchronize": (c_int, (c_void_p,)),
     "epe_synchronize": (c_int, ()),
     "epe_copy": (c_int, (c_void_p, c_void_p, c_uint64, c_void_p)),
-    "epe_pause": (None, (c_uint64, c_void_p)),
-    "epe_call": (None, (CALL, c_void_p)),
+    "epe_pause": (c_int, (c_uint64, c_void_p)),
+    "epe_call": (c_int, (CALL, c_void_p)),
     "epe_hold_blocks": (None, (c_uint32, c_uint32)),
     "epe_let_blocks_begin": (None, ()),
     "epe_held_blocks": (c_uint32, ()),
@@ -40,9 +41,12 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epe_fail_call": (None, (c_char_p, c_int, c_uint32)),
     "epe_capture_begin": (c_int, (c_void_p,)),
     "epe_capture_end": (c_int, (c_void_p, POINTER(c_void_p))),
-    "epe_graph_launch": (None, (c_void_p, c_void_p)),
+    "epe_graph_launch": (c_int, (c_void_p, c_void_p)),
     "epe_graph_destroy": (None, (c_void_p,)),
 }
+
+
+PUTS: Final = ("epe_copy", "epe_pause", "epe_call", "epe_graph_launch")  # something on a stream
 
 
 def path() -> Path:
@@ -79,12 +83,18 @@ def api() -> ctypes.CDLL:
     for name, (result, arguments) in PROTOTYPES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
+    for name in PUTS:
+        getattr(loaded, name).errcheck = _put
     return loaded
 
 
 def _check(status: int, what: str) -> None:
     if status:
         raise UsageError(f"emulated GPU: {what} failed with CUDA error {status}")
+
+
+def _put(status: int, function: Any, arguments: Any) -> None:
+    _check(status, f"{function.__name__} on the stream {arguments[-1]}")
 
 
 def set_seed(seed: int) -> None:
@@ -155,6 +165,7 @@ def failing(call: str, status: int, skip: int = 0) -> Iterator[None]:
 
     Args:
         call: its name; those that do (`epe::failing` in `csrc/emulated`) allocate, map and load.
+            `FAILING_VARIABLE`, as "name=status", is the same for a process from its beginning.
         status: the `cudaError_t`. For `cudaDeviceCanAccessPeer` any: it answers no.
         skip: calls that do not fail yet.
     """
