@@ -33,7 +33,8 @@ enum ep_error {
   EP_ECAP = -10008,      /* more tokens than the cap */
   EP_ELOST = -10009,     /* an expert of the view has no live replica and the policy refuses */
   EP_ESHORT = -10010,    /* memory could not be reserved */
-  EP_EINTR = -10011      /* a signal may have come: the same call with the same arguments goes on waiting */
+  EP_EINTR = -10011,     /* a signal may have come: the same call with the same arguments goes on waiting */
+  EP_EDEVICE = -10012    /* a GPU, or this process's context on it, failed */
 };
 
 enum ep_copies { EP_COPIES_ALL = 0, EP_COPIES_PER_EXPERT = 1, EP_COPIES_PER_RANK = 2 };

@@ -245,7 +245,7 @@ int epc_context::open(int data_fd, int header_fd, bool take_lock) {
   if (config.rank >= g.max_ranks) return ep::fail(EP_EINVAL, "rank %u is not below max_ranks %u", config.rank, g.max_ranks);
   if (config.incarnation == 0) return ep::fail(EP_EINVAL, "incarnation is 0; a seat's first incarnation is 1");
   if (int bad = check_formats()) return bad;
-  if (!driver()) return EP_EUSAGE;
+  if (int bad = need_driver()) return bad;
   if (int bad = use_device(config.device)) return bad;
   if (int bad = load_kernels()) return bad;
   if (int bad = open_memory(data_fd, header_fd)) return bad;

@@ -1,36 +1,51 @@
 #include "driver.h"
 
-#include <cstdio>
-#include <mutex>
 #include <type_traits>
 
-#include "../common/errors.h"
+#include "failure.h"
 
 namespace epc {
 
-const Driver* driver() {
-  static Driver loaded;
-  static bool ok = false;
-  static std::once_flag once;
-  static char missing[128];
-  std::call_once(once, [] {
-    auto find = [](const char* name, auto& into) {
-      void* entry = nullptr;
-      cudaDriverEntryPointQueryResult found;
-      const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found);
-      into = reinterpret_cast<std::remove_reference_t<decltype(into)>>(entry);
-      if (status == cudaSuccess && found == cudaDriverEntryPointSuccess && entry) return true;
-      snprintf(missing, sizeof missing, "%s (%s)", name, status == cudaSuccess ? "not in this driver" : cudaGetErrorString(status));
-      cudaGetLastError();
-      return false;
-    };
-#define EPC_FIND(name) &&find(#name, loaded.name)
-    ok = true EPC_DRIVER_CALLS(EPC_FIND);
+namespace {
+
+struct Found {
+  Driver calls;
+  const char* missing = nullptr;  // the first call that is not there
+  cudaError_t why = cudaSuccess;  // success: this driver has none of that name
+};
+
+Found look() {
+  Found found;
+  auto find = [&](const char* name, auto& into) {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    found.why = cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &result);
+    into = reinterpret_cast<std::remove_reference_t<decltype(into)>>(entry);
+    if (found.why == cudaSuccess && result == cudaDriverEntryPointSuccess && entry) return true;
+    found.missing = name;
+    cudaGetLastError();
+    return false;
+  };
+#define EPC_FIND(name) &&find(#name, found.calls.name)
+  (void)(true EPC_DRIVER_CALLS(EPC_FIND));
 #undef EPC_FIND
-  });
-  if (ok) return &loaded;
-  ep::fail(EP_EUSAGE, "the CUDA driver cannot be used: %s; install a driver for CUDA 13.0 or newer", missing);
-  return nullptr;
+  return found;
 }
+
+const Found& found() {
+  static const Found once = look();
+  return once;
+}
+
+}  // namespace
+
+int need_driver() {
+  const Found& f = found();
+  if (!f.missing) return 0;
+  if (f.why != cudaSuccess) return check(f.why, Words("the CUDA driver cannot be used: %s", f.missing));
+  return ep::fail(EP_EUSAGE, "the CUDA driver cannot be used: it has no %s; install a driver for CUDA 13.0 or newer", f.missing);
+}
+
+const Driver& driver() { return found().calls; }
 
 }  // namespace epc

@@ -16,7 +16,8 @@ struct Driver {
 #undef EPC_MEMBER
 };
 
-// The loaded driver, or nullptr with the reason in ep_last_error().
-const Driver* driver();
+// 0 if the driver can be used: looked for once.
+int need_driver();
+const Driver& driver();  // then
 
 }  // namespace epc

@@ -3,7 +3,6 @@
 #include <sys/resource.h>
 
 #include <cctype>
-#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -19,6 +18,7 @@ namespace {
 const char* usual_remedy(cudaError_t status) {
   switch (int(status)) {
     case cudaErrorMemoryAllocation: return "leave the GPU and the host to fewer processes, or make the group smaller";
+    case cudaErrorInitializationError: return "look for an Xid of a GPU in the kernel's log; and a process forked from one that has used CUDA cannot use it";
     case cudaErrorInvalidDevice:
     case cudaErrorNoDevice: return "CUDA_VISIBLE_DEVICES, and a container's devices, must include the GPU";
     case cudaErrorInsufficientDriver:
@@ -76,11 +76,22 @@ Words::Words(const char* format, ...) {
   va_end(args);
 }
 
+int device_failed(int device, cudaError_t status, const char* what) {
+  return ep::fail(EP_EDEVICE,
+                  "%s: device %d failed: %s; this process has lost it. If the next one does, too, look for an Xid in the kernel's log, and reset the GPU "
+                  "(nvidia-smi --gpu-reset) or take it out of daemon.devices",
+                  what, device, cudaGetErrorString(status));
+}
+
 int check(cudaError_t status, const char* what, const char* remedy) {
   if (status == cudaSuccess) return 0;
   cudaGetLastError();
   const char* why = cudaGetErrorString(status);
-  if (broken(status)) return ep::fail(-EIO, "%s found the device in an error that a kernel before it left behind: %s", what, why);
+  if (broken(status)) {
+    int device = 0;
+    cudaGetDevice(&device);
+    return device_failed(device, status, what);
+  }
   if (!remedy) remedy = usual_remedy(status);
   return ep::fail(status == cudaErrorMemoryAllocation ? EP_ESHORT : EP_EUSAGE, "%s: %s%s%s", what, why, remedy ? "; " : "", remedy ? remedy : "");
 }
@@ -96,6 +107,7 @@ int check_call(cudaError_t status, const char* call) {
 
 int use_device(ep::u32 device) {
   const cudaError_t status = cudaSetDevice(int(device));
+  if (broken(status)) return device_failed(int(device), status, "choosing it");
   if (status != cudaErrorInvalidDevice) return check(status, Words("device %u", device));
   int count = 0;
   cudaGetDeviceCount(&count);

@@ -12,7 +12,7 @@ namespace epc {
 bool broken(cudaError_t status);
 
 // 0, or a code and a sentence that begins with `what`, the call or what it was for, and ends with `remedy`, or with the usual one
-// for this error if that is null. -EIO: the context is over; EP_ESHORT: memory ran out; else EP_EUSAGE.
+// for this error if that is null. EP_EDEVICE: the context is over; EP_ESHORT: memory ran out; else EP_EUSAGE.
 int check(cudaError_t status, const char* what, const char* remedy = nullptr);
 inline int check(CUresult status, const char* what, const char* remedy = nullptr) { return check(cudaError_t(status), what, remedy); }
 static_assert(int(CUDA_ERROR_OUT_OF_MEMORY) == int(cudaErrorMemoryAllocation) && int(CUDA_ERROR_INVALID_DEVICE) == int(cudaErrorInvalidDevice) &&
@@ -22,6 +22,9 @@ static_assert(int(CUDA_ERROR_OUT_OF_MEMORY) == int(cudaErrorMemoryAllocation) &&
 // For EPC_TRY: `call` is its source, of which the function's name is told.
 int check_call(cudaError_t status, const char* call);
 inline int check_call(CUresult status, const char* call) { return check_call(cudaError_t(status), call); }
+
+// EP_EDEVICE for a device of which `broken` holds.
+int device_failed(int device, cudaError_t status, const char* what);
 
 // Makes a device the calling thread's; EP_EUSAGE says how many this process sees.
 int use_device(ep::u32 device);

@@ -60,15 +60,15 @@ int reserve_addresses(const Driver& d, u64 bytes, const char* what, CUdeviceptr*
 u64 granular(u64 bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
 
 int region_device(int fd, u32* device) {
-  const Driver* d = driver();
-  if (!d) return EP_EUSAGE;
+  if (int bad = need_driver()) return bad;
+  const Driver& d = driver();
   int count = 0;
   EPC_TRY(cudaGetDeviceCount(&count));
   CUmemGenericAllocationHandle handle;
-  if (int bad = import(*d, fd, "the rank's memory", &handle)) return bad;
+  if (int bad = import(d, fd, "the rank's memory", &handle)) return bad;
   CUmemAllocationProp p{};
-  const int bad = check(d->cuMemGetAllocationPropertiesFromHandle(&p, handle), "asking for the device of the rank's memory");
-  d->cuMemRelease(handle);
+  const int bad = check(d.cuMemGetAllocationPropertiesFromHandle(&p, handle), "asking for the device of the rank's memory");
+  d.cuMemRelease(handle);
   if (bad) return bad;
   if (p.location.type != CU_MEM_LOCATION_TYPE_DEVICE || p.location.id < 0 || p.location.id >= count)
     return ep::fail(EP_EUSAGE, "the rank's memory is on device %d, and this process sees %d; let CUDA_VISIBLE_DEVICES include its GPU", p.location.id, count);
@@ -97,34 +97,34 @@ RegionMap::~RegionMap() {
   if (!base_) return;
   for (u32 r = 0; r < ranks_; ++r)
     if (mapped_[r]) drop(r);
-  driver()->cuMemAddressFree(base_, stride_ * ranks_);
+  driver().cuMemAddressFree(base_, stride_ * ranks_);
 }
 
 int RegionMap::reserve(u32 device, u32 ranks, u64 bytes) {
-  const Driver* d = driver();
-  if (!d) return EP_EUSAGE;
+  if (int bad = need_driver()) return bad;
+  const Driver& d = driver();
   device_ = device;
   ranks_ = ranks;
   bytes_ = stride_ = granular(bytes);
-  return reserve_addresses(*d, stride_ * ranks, Words("the regions of %u ranks", ranks), &base_);
+  return reserve_addresses(d, stride_ * ranks, Words("the regions of %u ranks", ranks), &base_);
 }
 
 int RegionMap::map(u32 rank, int fd) {
-  const Driver* d = driver();
+  const Driver& d = driver();
   if (rank >= ranks_) return ep::fail(EP_EINVAL, "rank %u is not below max_ranks %u", rank, ranks_);
   if (mapped_[rank]) return ep::fail(EP_EUSAGE, "rank %u is mapped already; drop it first", rank);
   CUmemGenericAllocationHandle handle;
   const Words what("the memory of rank %u", rank);
-  if (int bad = import(*d, fd, what, &handle)) return bad;
-  const int bad = map_at(*d, base_ + rank * stride_, bytes_, handle, device_, what);
-  d->cuMemRelease(handle);  // the mapping keeps the memory
+  if (int bad = import(d, fd, what, &handle)) return bad;
+  const int bad = map_at(d, base_ + rank * stride_, bytes_, handle, device_, what);
+  d.cuMemRelease(handle);  // the mapping keeps the memory
   mapped_[rank] = bad == 0;
   return bad;
 }
 
 int RegionMap::drop(u32 rank) {
   if (rank >= ranks_ || !mapped_[rank]) return ep::fail(EP_EINVAL, "rank %u is not mapped", rank);
-  if (int bad = check(driver()->cuMemUnmap(base_ + rank * stride_, bytes_), Words("unmapping the memory of rank %u", rank))) return bad;
+  if (int bad = check(driver().cuMemUnmap(base_ + rank * stride_, bytes_), Words("unmapping the memory of rank %u", rank))) return bad;
   mapped_[rank] = false;
   return 0;
 }
@@ -143,8 +143,8 @@ int epc_region_bytes(const ep_geometry* geometry, uint64_t* bytes) {
 int epc_region_create(const ep_geometry* geometry, uint32_t device) {
   u64 bytes;
   if (int bad = epc_region_bytes(geometry, &bytes)) return bad;
-  const Driver* d = driver();
-  if (!d) return EP_EUSAGE;
+  if (int bad = need_driver()) return bad;
+  const Driver& d = driver();
   if (int bad = use_device(device)) return bad;
   EPC_TRY(cudaFree(nullptr));  // there is a context now, of which cudaMemGetInfo speaks
   size_t free_bytes = 0, total_bytes = 0;
@@ -152,23 +152,23 @@ int epc_region_create(const ep_geometry* geometry, uint32_t device) {
   constexpr char kWhat[] = "a rank's rows and outputs";
   const CUmemAllocationProp p = properties(device);
   CUmemGenericAllocationHandle handle;
-  const CUresult made = bytes > free_bytes ? CUDA_ERROR_OUT_OF_MEMORY : d->cuMemCreate(&handle, bytes, &p, 0);
+  const CUresult made = bytes > free_bytes ? CUDA_ERROR_OUT_OF_MEMORY : d.cuMemCreate(&handle, bytes, &p, 0);
   if (made == CUDA_ERROR_OUT_OF_MEMORY) return short_on_device(device, bytes, kWhat);
   if (int bad = check(made, Words("memory of device %u", device))) return bad;
   int fd = -1;
-  int bad = check(d->cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0), "a descriptor of GPU memory");
+  int bad = check(d.cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0), "a descriptor of GPU memory");
   CUdeviceptr at = 0;
-  if (!bad) bad = reserve_addresses(*d, bytes, kWhat, &at);
+  if (!bad) bad = reserve_addresses(d, bytes, kWhat, &at);
   if (!bad) {
-    bad = map_at(*d, at, bytes, handle, device, kWhat);
+    bad = map_at(d, at, bytes, handle, device, kWhat);
     if (!bad) {
       bad = check(cudaMemset(reinterpret_cast<void*>(at), 0, bytes), "clearing GPU memory");
       if (!bad) bad = check(cudaDeviceSynchronize(), "clearing GPU memory");
-      d->cuMemUnmap(at, bytes);
+      d.cuMemUnmap(at, bytes);
     }
-    d->cuMemAddressFree(at, bytes);
+    d.cuMemAddressFree(at, bytes);
   }
-  d->cuMemRelease(handle);
+  d.cuMemRelease(handle);
   if (bad && fd >= 0) close(fd);
   return bad ? bad : fd;
 }

@@ -21,7 +21,7 @@ constexpr u64 kHeadway = 400 * kMs;        // at least, between two words to it 
 }  // namespace
 
 int epc_session::open(const char* socket_path, const char* ticket, u32 timeout_ms, u32 num_sms, const epc_weights* from) {
-  if (!driver()) return EP_EUSAGE;
+  if (int bad = need_driver()) return bad;
   ep::Received welcome;
   if (int bad = link.open(socket_path, EP_ROLE_ENGINE, ticket, timeout_ms, &welcome)) return bad;
   memcpy(&geometry, welcome.body.data(), sizeof geometry);

@@ -137,7 +137,7 @@ int epc_session_wait(epc_session* s, uint32_t what, uint64_t count, void* stream
       return ep::fail(EP_EUSAGE, "the stream is idle and step %llu of this session has not run on it; wait on the stream that the step was put on",
                       wide(count));
     const u64 ended = __atomic_load_n(&record.ended, __ATOMIC_RELAXED);
-    return ep::fail(-EIO, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
+    return ep::fail(EP_EDEVICE, "device %u of rank %u failed in or before step %llu, of which %llu have ended: %s. It is for this process to end; the others go on",
                     s->context->config.device, s->link.rank, wide(count), wide(ended), cudaGetErrorString(status));
   }
   s->context->note_clock(watched);

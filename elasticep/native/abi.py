@@ -252,6 +252,7 @@ _ERRORS: Final[dict[int, type[errors.ElasticEPError]]] = {
     Error.ECAP: errors.CapExceeded,
     Error.ELOST: errors.PlacementError,
     Error.ESHORT: errors.MemoryShort,
+    Error.EDEVICE: errors.DeviceFailed,
     -errno.EMFILE: errors.DescriptorsShort,
     -errno.EAGAIN: errors.AttachError,
 }

@@ -5,7 +5,6 @@ an engine in `elasticep.native.cuda_session`.
 """
 
 import ctypes
-import errno
 import functools
 from ctypes import (
     POINTER,
@@ -83,7 +82,7 @@ _KINDS: Final[dict[int, type[errors.ElasticEPError]]] = {
     abi.Error.ESHORT: errors.MemoryShort,
     abi.Error.EGONE: errors.DaemonUnavailable,
     abi.Error.ETIMEOUT: errors.StepTimeout,
-    -errno.EIO: errors.DeviceFailed,
+    abi.Error.EDEVICE: errors.DeviceFailed,
 }
 
 
@@ -148,5 +147,7 @@ def create_region(geometry: abi.Geometry, device: int) -> int:
 
     Raises:
         MemoryShort: the device has too little free memory; names both numbers.
+        DeviceFailed: the device is broken.
+        UsageError: it is not there, or its driver or host refuses; names the setting.
     """
     return check(api().epc_region_create(geometry, device), f"region on device {device}")

@@ -41,6 +41,7 @@ class Error(enum.IntEnum):
     ELOST = -10009
     ESHORT = -10010
     EINTR = -10011
+    EDEVICE = -10012
 
 
 class Copies(enum.IntEnum):

@@ -15,9 +15,9 @@ from tests.emulated.stand import Stand
 
 OUT_OF_MEMORY: Final = 2
 INVALID_VALUE: Final = 1
-INSUFFICIENT_DRIVER: Final = 35
 NO_DEVICE: Final = 100
 NO_KERNEL_IMAGE: Final = 209
+ECC: Final = 214
 NVLINK: Final = 220
 OPERATING_SYSTEM: Final = 304
 
@@ -105,10 +105,26 @@ def regions() -> Any:
     return said
 
 
-def old_driver() -> Any:
+def broken_regions() -> Any:
+    """A region on a device that one call after another finds broken."""
+    said: list[list[str]] = []
+    for call, status in (
+        ("cudaSetDevice", ECC),
+        ("cudaMemGetInfo", NVLINK),
+        ("cuMemCreate", ECC),
+        ("cuMemExportToShareableHandle", NVLINK),
+        ("cuMemMap", ECC),
+        ("cudaMemset", NVLINK),
+    ):
+        with told(said), emulated_cuda.failing(call, status):
+            cuda_library.create_region(geometry(2, exchange()), 1)
+    return said
+
+
+def no_driver(status: int) -> Any:
     """No entry point of the driver can be had; asked twice, since it is looked for once."""
     said: list[list[str]] = []
-    with emulated_cuda.failing("cudaGetDriverEntryPointByVersion", INSUFFICIENT_DRIVER):
+    with emulated_cuda.failing("cudaGetDriverEntryPointByVersion", status):
         for _ in range(2):
             with told(said):
                 cuda_library.create_region(geometry(2, exchange()), 0)

@@ -3,10 +3,23 @@ kind of error; nothing is left behind that keeps the next try from working.
 """
 
 import re
+from typing import Final, cast
 
+import grpc
+import pytest
+
+from elasticep.device import Device
+from elasticep.errors import DeviceFailed
+from elasticep.group import Launch
+from elasticep.testing import emulated_cuda
+from elasticep.testing.lab import Lab, small_config
+from elasticep.testing.node import reason_of
 from tests.emulated.stand import run
 
-SCENES = "tests.emulated.scenes_failures"
+SCENES: Final = "tests.emulated.scenes_failures"
+INITIALISATION: Final = 3
+INSUFFICIENT_DRIVER: Final = 35
+REMEDY: Final = "reset the GPU (nvidia-smi --gpu-reset) or take it out of daemon.devices"
 
 
 def test_what_keeps_a_context_from_coming_up_is_told_with_limit_and_remedy() -> None:
@@ -70,11 +83,41 @@ def test_a_region_that_cannot_be_made_is_told_with_its_device() -> None:
         assert re.search(pattern, sentence), sentence
 
 
-def test_a_driver_that_is_too_old_is_told_with_the_version_that_is_needed() -> None:
-    for kind, sentence in run(f"{SCENES}:old_driver"):
+def test_a_region_on_a_broken_device_is_a_failure_of_the_device_with_a_remedy() -> None:
+    said = run(f"{SCENES}:broken_regions")
+    assert len(said) == 6
+    for kind, sentence in said:
+        assert kind == "DeviceFailed"
+        assert re.match(
+            r"region on device 1: .*: device 1 failed: uncorrectable (ECC|NVLink) error", sentence
+        ), sentence
+        assert sentence.endswith(REMEDY)
+
+
+def test_a_seat_on_a_broken_device_is_refused_with_that_failure() -> None:
+    """By the daemon, whose allocator met it; an engine that attaches had heard `NativeError`."""
+    with Lab() as lab:
+        lab.create(small_config(device=Device.CUDA, launch=Launch.INLINE))
+        daemon = lab.daemon("n0", "g:0", "--devices", "1", start=False)
+        broken = {emulated_cuda.FAILING_VARIABLE: "cudaMemset=220"}
+        daemon.environment.update(emulated_cuda.environment() | broken)
+        daemon.start()
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        assert reason_of(caught.value) == DeviceFailed.reason
+        sentence = str(cast(grpc.Call, caught.value).details())
+        assert "device 1 failed: uncorrectable NVLink error" in sentence
+        assert sentence.endswith(REMEDY), "not cut"
+
+
+def test_a_driver_that_cannot_be_used_is_told_with_what_to_do() -> None:
+    for kind, sentence in run(f"{SCENES}:no_driver", status=INSUFFICIENT_DRIVER):
         assert kind == "UsageError"
         assert "driver version is insufficient" in sentence
         assert sentence.endswith("install a driver for CUDA 13.0 or newer")
+    for kind, sentence in run(f"{SCENES}:no_driver", status=INITIALISATION):
+        assert kind == "UsageError"
+        assert "Xid" in sentence
 
 
 def test_a_host_without_gpus_has_none() -> None:
@@ -84,7 +127,8 @@ def test_a_host_without_gpus_has_none() -> None:
 def test_an_error_that_ends_the_context_is_a_failure_of_the_device() -> None:
     ((kind, sentence),) = run(f"{SCENES}:broken_device")
     assert kind == "DeviceFailed"
-    assert "uncorrectable NVLink error" in sentence
+    assert "cudaMemsetAsync: device 0 failed: uncorrectable NVLink error" in sentence
+    assert sentence.endswith(REMEDY)
 
 
 def test_weights_whose_buffers_cannot_be_pinned_keep_the_seat_free() -> None:

@@ -25,7 +25,7 @@ from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
 
-# epc_region_create: a memfd of the group's size; 7 is full, 6 takes for ever, 8 is not there.
+# epc_region_create: a memfd of the group's size; 6 takes for ever, 7 is full, 8 missing, 9 broken.
 _LIBRARY = r"""
 #include "cuda/elasticep_cuda.h"
 #include <stdio.h>
@@ -46,6 +46,7 @@ int epc_region_create(const ep_geometry* g, uint32_t device) {
   ep_layout_info layout;
   if (device == 7) { text = "device 7 has too little memory"; return EP_ESHORT; }
   if (device == 8) { text = "invalid device ordinal"; return EP_EUSAGE; }
+  if (device == 9) { text = "device 9 failed"; return EP_EDEVICE; }
   while (device == 6) sleep(1);
   return ep_layout(g, &layout) ? EP_EINVAL : ep_memory_create("stand-in", layout.data_bytes);
 }
@@ -146,6 +147,16 @@ def test_a_device_that_is_not_there_is_told_with_its_setting(libraries: Path) ->
         assert reason_of(caught.value) == "USAGE"
         assert "device 8: invalid device ordinal; this node has 0 usable GPUs" in text
         assert "daemon.devices" in text
+
+
+def test_a_device_that_is_broken_is_told_as_such(libraries: Path) -> None:
+    with Lab() as lab:
+        lab.create(on_gpu())
+        daemon = start(lab, libraries, "g:0", "--devices", "9")
+        with pytest.raises(grpc.RpcError) as caught:
+            daemon.attach("g", 0, wait_ms=60_000)
+        assert reason_of(caught.value) == "DEVICE_FAILED"
+        assert "region on device 9: device 9 failed" in str(cast(grpc.Call, caught.value).details())
 
 
 def test_an_engine_hears_at_once_that_there_is_no_cuda_library(tmp_path: Path) -> None:
