@@ -92,7 +92,6 @@ struct HostCounts {
 // Pinned host memory; the host reads it after the stream has come to it.
 struct Record {
   epc_step_info info;
-  u64 complete_step;  // the highest step that was complete
   epc_fault fault;
   u64 begun, ended;   // barriers and step ends that have run; written last, so that whoever reads a new number sees the rest
   u64 at;             // globaltimer when one of them was written

@@ -44,7 +44,6 @@ __global__ void __launch_bounds__(kEndThreads) step_end_kernel(const __grid_cons
   volatile u64* counter = reinterpret_cast<volatile u64*>(complete ? &d.header->complete_steps : &d.header->torn_steps);
   *counter = *counter + 1;
   *reinterpret_cast<volatile u64*>(&d.header->progress) = wall_ns();
-  if (complete) d.record->complete_step = s->step;
   // A step without exchanges is no work: it only settles the last one.
   bool exchanged = false;
   for (u32 c = 0; c < EP_MAX_CHANNELS; ++c) exchanged |= s->opened[c] != 0;
