@@ -161,8 +161,9 @@ class Fenced(ElasticEPError):
     reason = "FENCED"
 
     def __init__(self, epoch: int, why: str) -> None:
+        since = f" (epoch {epoch})" if epoch else ""
         super().__init__(
-            f"this rank was expelled (epoch {epoch}): {why}; attach again to take a new incarnation"
+            f"this rank was expelled{since}: {why}; attach again to take a new incarnation"
         )
         self.epoch = epoch
         self.why = why

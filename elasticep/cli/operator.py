@@ -92,7 +92,10 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
                         f"{address} did not answer within {timeout_s:g} s; see its log, or wait "
                         "longer with --timeout"
                     ) from None
-        if not any(isinstance(e, NotLeader) or _is_slow(e) for e in heard.values()):
+        if not any(
+            isinstance(error, NotLeader) or _is_slow(error) or _is_restarting(address, error)
+            for address, error in heard.items()
+        ):
             break  # nobody of ours is there: waiting would not help
         await asyncio.sleep(0.1)
     told = "; ".join(f"{address}: {error}" for address, error in heard.items())
@@ -102,7 +105,7 @@ async def _ask(addresses: list[str], tls: TlsConfig, timeout_s: float, call: Cal
             "--controllers, and see their logs: does etcd answer them?"
         )
     remedy = "is `elasticep controller` running?"
-    if any(_hung_up(error) for error in heard.values()):
+    if any(_hung_up(e) and not _is_restarting(address, e) for address, e in heard.items()):
         remedy = (
             "who listens there wants other certificates, or none: look at --tls-cert, --tls-key "
             "and --tls-ca, when they run out, and whether both sides use TLS"
@@ -138,6 +141,11 @@ def _is_answer(call: "grpc.aio.AioRpcError", error: ElasticEPError) -> bool:
 def _is_slow(error: ElasticEPError) -> bool:
     """Whether somebody took the connection, or may yet, and did not go on with it in time."""
     return "timeout occurred" in str(error).lower() or "timed out" in str(error)
+
+
+def _is_restarting(address: str, error: ElasticEPError) -> bool:
+    """Whether who broke off can only have ended: on a Unix socket nobody asks for certificates."""
+    return address.startswith("unix:") and _hung_up(error)
 
 
 def output_option(command: click.Command) -> click.Command:

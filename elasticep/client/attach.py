@@ -256,7 +256,9 @@ def _waits_for(stub: "node_pb2_grpc.NodeServiceStub", settings: ClientConfig) ->
 
     try:
         status = stub.GetStatus(node_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
-    except grpc.RpcError:
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "its daemon does not answer; is that process stopped?"
         return "the daemon does not say for whom"
     for seat in status.seats:
         if (seat.seat.group, seat.seat.rank) == (settings.group, settings.rank):

@@ -95,6 +95,11 @@ class Member:
         """Process id; 0 while it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else 0
 
+    @property
+    def status_of_exit(self) -> int:
+        """Exit status of a process that has ended, minus the signal that ended it; 0: it runs."""
+        return (self._process.poll() or 0) if self._process is not None else 0
+
     def start(self, cluster: str, token: str) -> None:
         """Start, or start again on the same data and ports. Does not wait until it is ready."""
         client, peer = (f"http://127.0.0.1:{p}" for p in (self.client_port, self.peer_port))

@@ -34,6 +34,7 @@ CONTROLLER: Final = "controller"
 MAX_MESSAGE_BYTES: Final = 65_536
 _STOP_TIMEOUT_S: Final = 5.0
 _RESTART_PAUSE_S: Final = 0.05
+_ETCD_PAUSE_S: Final = 1.0
 
 
 def controller_name(number: int) -> str:
@@ -114,8 +115,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._units: dict[str, Unit] = {}
         self._restart_at: dict[str, float] = {}
-        self._held: set[str] = set()
+        self._held: set[str] = set()  # units and members of etcd that are to stay down
         self._etcd: LocalEtcd | None = None
+        self._etcd_again_at = 0.0
         self._endpoints: tuple[str, ...] = ()
         self._folder: Path | None = None
         self._up = False
@@ -169,6 +171,8 @@ class Supervisor:
             if key.data() is False:
                 return False
         self._reap_orphans()
+        if time.monotonic() >= self._etcd_again_at:
+            self._restart_etcd()
         return True
 
     def _on_control(self) -> bool:
@@ -208,10 +212,23 @@ class Supervisor:
                 hit = [member for member in self._etcd.members if not member.pid]
         for member in hit:
             if order["what"] == "start":
+                self._held.discard(member.name)
                 self._etcd.restart(member)
             else:
+                self._held.add(member.name)
                 member.kill()
         self._tell(event="etcd", what=order["what"], members=[member.name for member in hit])
+
+    def _restart_etcd(self) -> None:
+        """Start members again that ended without an order, each once a second at most."""
+        for member in self._etcd.members if self._etcd is not None else ():
+            if member.pid or member.name in self._held:
+                continue
+            name, status = f"etcd {member.name}", member.status_of_exit
+            self._tell(event="exited", name=name, status=status, at_ns=time.monotonic_ns())
+            self._etcd_again_at = time.monotonic() + _ETCD_PAUSE_S
+            assert self._etcd is not None
+            self._etcd.restart(member)
 
     def _on_notify(self, name: str) -> bool:
         unit = self._units[name]

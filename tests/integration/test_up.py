@@ -50,6 +50,15 @@ def ask(where: dict[str, Any], *command: str) -> str:
     return done.stdout
 
 
+def etcd_below(pid: int) -> list[int]:
+    """The etcd processes of a cluster."""
+    return [
+        below
+        for below in descendants(pid)
+        if b"--listen-peer-urls" in Path(f"/proc/{below}/cmdline").read_bytes().split(b"\0")
+    ]
+
+
 def test_what_ends_is_started_again_and_a_stop_leaves_nothing() -> None:
     with up("mine", "--ranks", "3", "--nodes", "2", "--output", "json") as process:
         where = told(process)
@@ -63,6 +72,11 @@ def test_what_ends_is_started_again_and_a_stop_leaves_nothing() -> None:
         assert ended == {"event": "exited", "name": "daemon-1", "status": -signal.SIGKILL}
         assert (again["event"], again["name"]) == ("ready", "daemon-1")
         assert again["pid"] != where["pids"]["daemon-1"]
+
+        (etcd,) = etcd_below(process.pid)
+        os.kill(etcd, signal.SIGKILL)
+        assert told(process) == {"event": "exited", "name": "etcd m0", "status": -signal.SIGKILL}
+        ask(where, "group", "show")  # it answers when a controller leads again
 
         below = [os.pidfd_open(pid) for pid in descendants(process.pid)]
         assert len(below) >= 5  # supervisor, etcd, controller, daemons

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -112,6 +113,30 @@ def test_who_hangs_up_is_not_taken_for_nobody() -> None:
     assert isinstance(error, Unavailable)
     assert "look at --tls-cert" in str(error)
     assert "running" not in str(error)
+
+
+def test_a_controller_that_ends_as_it_is_asked_is_asked_again() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX) as listening,
+        futures.ThreadPoolExecutor(1) as pool,
+    ):
+        listening.bind(f"{folder}/c")
+        listening.listen()
+
+        def end_twice() -> None:
+            for _ in range(2):
+                listening.accept()[0].close()
+            listening.close()
+            Path(f"{folder}/c").unlink()
+
+        ended = pool.submit(end_twice)
+        line = f"status --timeout 30 --controllers unix://{folder}/c"
+        error = CliRunner().invoke(cli, line.split()).exception
+        ended.result(60)
+    assert isinstance(error, Unavailable)
+    assert "is `elasticep controller` running?" in str(error)
+    assert "--tls-cert" not in str(error)
 
 
 def test_a_controller_that_is_slow_to_take_a_connection_is_asked_again() -> None:

@@ -253,3 +253,16 @@ def test_arguments_that_cannot_be_used_are_refused(
         monkeypatch.delenv(f"ELASTICEP_{name}", raising=False)
     with pytest.raises(ConfigError, match=message):
         elasticep.attach(**arguments)
+
+
+def test_a_wait_for_a_daemon_that_is_stopped_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX) as deaf:  # the kernel takes connections, nobody else does
+        deaf.bind(path(folder))
+        deaf.listen()
+        with pytest.raises(ElasticEPError):
+            elasticep.attach("demo", 1, path(folder), timeout=0.5)
+    said = [record.getMessage() for record in caplog.records if record.name == "elasticep"]
+    why = "its daemon does not answer; is that process stopped?"
+    assert said == [f"attach to rank 1 of group 'demo' waits: {why}"]
