@@ -89,11 +89,11 @@ def parse_seats(value: Any) -> tuple[GroupSeats, ...]:
 # ---- addresses
 
 
-def is_loopback(address: str) -> bool:
+def is_loopback(address: str, name: str = "") -> bool:
     """Whether "host:port", "[v6]:port" or "unix:..." stays on this host."""
     if address.startswith("unix:"):
         return True
-    host = split_address(address)[0]
+    host = split_address(address, name)[0]
     if host == "localhost":
         return True
     try:
@@ -102,12 +102,12 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port"; `ConfigError` when it is neither."""
+def split_address(address: str, name: str = "") -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port"; `ConfigError` with the setting's `name`."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})", address)
     if not match or int(match[3]) > 65_535:
         raise ConfigError(
-            f"{address!r} is no address; use host:port, [v6]:port or unix:///absolute/path"
+            f"{name}{': ' if name else ''}{address!r} is no address; use host:port, [v6]:port or unix:///absolute/path"
         )
     return match[1] or match[2], int(match[3])
 
@@ -215,11 +215,11 @@ class ControllerConfig:
         if self.store == "memory" and self.etcd_endpoints:
             raise ConfigError('controller.etcd_endpoints means nothing with store = "memory"')
         for endpoint in self.etcd_endpoints:
-            split_address(endpoint)
+            split_address(endpoint, "controller.etcd_endpoints")
         if len({bool(self.etcd_cert), bool(self.etcd_key), bool(self.etcd_ca)}) > 1:
             raise ConfigError("controller.etcd_cert, .etcd_key, .etcd_ca: give all three, or none")
         if self.advertise and not self.advertise.startswith("unix:"):
-            split_address(self.advertise)
+            split_address(self.advertise, "controller.advertise")
 
     @property
     def etcd_tls(self) -> TlsConfig:
@@ -325,7 +325,7 @@ def _check_listen(section: str, address: str, tls: TlsConfig) -> None:
     if address.startswith("unix:"):
         check_socket_path(address.removeprefix("unix:").removeprefix("//"))
         return
-    if not is_loopback(address) and not tls.enabled:
+    if not is_loopback(address, f"{section}.listen") and not tls.enabled:
         raise ConfigError(
             f"{section}.listen is {address!r} without TLS; set {section}.tls.cert, .key and .ca, "
             "or listen on 127.0.0.1 or a Unix socket"
@@ -333,7 +333,7 @@ def _check_listen(section: str, address: str, tls: TlsConfig) -> None:
 
 
 def _check_dial(where: str, address: str, tls: TlsConfig) -> None:
-    if not is_loopback(address) and not tls.enabled:
+    if not is_loopback(address, where) and not tls.enabled:
         raise ConfigError(
             f"{where} names {address!r} beyond this host without TLS; set tls.cert, .key and .ca"
         )

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from elasticep.errors import ConfigError
+from elasticep.errors import ConfigError, SpecError
 from elasticep.spec import ExchangeSpec
 
 _E = TypeVar("_E", bound=enum.StrEnum)
@@ -34,6 +34,8 @@ def table(data: Mapping[str, Any], name: str, *, optional: bool = False) -> Mapp
     """A table of a group's file; `ConfigError` when it is absent, or something else."""
     value = data.get(name, {} if optional else None)
     if not isinstance(value, Mapping):
+        if name in data:
+            raise ConfigError(f"{name} is {value!r} in the group file; it must be a table")
         raise ConfigError(f"the group file lacks the table [{name}]")
     return value
 
@@ -42,7 +44,10 @@ def read_exchange(name: str, plain: Any) -> ExchangeSpec:
     """The exchange that a table of settings describes."""
     if not isinstance(plain, Mapping):
         raise ConfigError(f"exchange {name!r} must be a table of settings")
-    return ExchangeSpec.from_dict(dict(plain))
+    try:
+        return ExchangeSpec.from_dict(dict(plain))
+    except SpecError as error:
+        raise SpecError(f"exchange {name!r}: {error}") from None
 
 
 def choice(kind: type[_E], name: str, data: Mapping[str, Any]) -> _E:

@@ -260,7 +260,7 @@ class ExchangeSpec:
         key = name.upper() if isinstance(name, str) else name
         if key == "AUTO":
             return cls._auto(changes)
-        if key not in _PRESETS:
+        if not isinstance(key, str) or key not in _PRESETS:
             known = ", ".join(PRESET_NAMES)
             raise SpecError(f"there is no preset {name!r}; use one of {known}")
         _refuse_unknown(changes)
