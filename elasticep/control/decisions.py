@@ -5,7 +5,8 @@ from typing import Final
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome
 from elasticep.control.evidence import judge
-from elasticep.control.proposals import NextView, Pending, Situation, next_plan
+from elasticep.control.pending import Pending
+from elasticep.control.proposals import NextView, Situation, next_plan
 from elasticep.control.refusals import given
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState
@@ -150,7 +151,7 @@ def _blame(
             state.end(state.seats[rank], now_ms, f"{why}, while {rank} joined", out, at_once=False)
     elif seat.rank in pending.filled and seat.rank not in state.revoked:
         state.revoked.add(seat.rank)
-        state.cannot_load[seat.rank, seat.incarnation] = now_ms
+        state.failed_to_load(seat, now_ms)
         pending.sent[seat.rank] = now_ms
         state.dirty = True
     else:

@@ -8,7 +8,7 @@ from typing import Final
 
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome, SeatReport, SeatState
-from elasticep.control.proposals import MAX_UNADOPTED, Loading, Pending
+from elasticep.control.pending import MAX_UNADOPTED, Loading, Pending
 from elasticep.control.seats import JUDGED, Phase, Seat
 from elasticep.control.state import GroupState
 
@@ -201,6 +201,8 @@ def staged(state: GroupState, event: ev.Staged, now_ms: int, out: Outcome) -> No
         pending.errors[event.rank] = event.error
     else:
         seat.staged.add(event.epoch)
+        if seat.rank in pending.filled:
+            state.loaded(seat)
         if seat.phase is Phase.JOINING:
             seat.move(Phase.STAGED, now_ms, f"it staged epoch {event.epoch}")
 

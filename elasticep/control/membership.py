@@ -24,7 +24,8 @@ from elasticep.control import heard, wanted
 from elasticep.control.arrange import Int64Array
 from elasticep.control.decisions import settle
 from elasticep.control.events import Outcome
-from elasticep.control.proposals import Pending, joinable
+from elasticep.control.pending import Pending
+from elasticep.control.proposals import joinable
 from elasticep.control.refusals import BoolArray
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState, Past, Saved

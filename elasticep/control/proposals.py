@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from elasticep.control.arrange import Around, Int64Array, admit, first_placement, split
+from elasticep.control.pending import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.refusals import BoolArray, Refusals, refused_slots
 from elasticep.control.repair import (
@@ -27,76 +28,8 @@ from elasticep.control.tables import Int32Array
 from elasticep.control.views import Member, View, describe_ranks
 from elasticep.group import GroupConfig, LostExperts
 
-MAX_UNADOPTED = 2
 REFORM_PATIENCE_MS = 30_000  # after all members died: how long to wait for all initial_ranks
 _MAX_REASON = 600
-
-
-@dataclass(slots=True)
-class Loading:
-    """Weights that a rank loads for a view; whoever makes headway is not late.
-
-    Attributes:
-        total_bytes: as reported first; headway beyond does not count.
-        done_bytes: so far.
-        moved_ms: when that grew last.
-    """
-
-    total_bytes: int
-    done_bytes: int = 0
-    moved_ms: int = 0
-
-    def observe(self, done_bytes: int, now_ms: int) -> None:
-        """Take a reading."""
-        done_bytes = min(done_bytes, self.total_bytes)
-        if done_bytes > self.done_bytes:
-            self.done_bytes, self.moved_ms = done_bytes, now_ms
-
-
-@dataclass(slots=True)
-class Pending:
-    """A proposed view that is not adopted.
-
-    Attributes:
-        view: the view.
-        proposed_ms: when it was decided.
-        joiners: ranks whose incarnation is new in it.
-        filled: ranks that were members before and get new content in some slot.
-        shown: members that are no joiners may stage it.
-        seen: somebody other than its joiners may know it (after a change of the leader: maybe).
-        asked: ranks that are to stage it; to tell their nodes may wait for the store.
-        sent: rank -> when its node was told to.
-        errors: rank -> why it cannot.
-        answered: ranks that have staged it, or said why they cannot.
-        loading: rank -> how far the weights are that it loads.
-    """
-
-    view: View
-    proposed_ms: int
-    joiners: frozenset[int] = frozenset()
-    filled: frozenset[int] = frozenset()
-    shown: bool = False
-    seen: bool = False
-    asked: set[int] = field(default_factory=set)
-    sent: dict[int, int] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    answered: set[int] = field(default_factory=set)
-    loading: dict[int, Loading] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """A placement that the background wants for the members that there are.
-
-    Attributes:
-        epoch: the view that it changes; in another one it means nothing.
-        placement: fills only slots that are empty in that view.
-        reason: for the view's reason.
-    """
-
-    epoch: int
-    placement: Placement
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +132,7 @@ def next_plan(s: Situation) -> NextView | str:
         return ""
     if s.unadopted or (urgent and len(change.stay) >= s.config.min_ranks):
         change.joining = []  # a death is answered first: a view with joiners waits for them
-    plan = _evolve(s, latest, change)
+    plan = _evolve(s, latest, change) or _still_lost(s, latest)
     if isinstance(plan, NextView) and len(plan.members) < s.config.min_ranks:
         return (
             f"{describe_ranks(m.rank for m in plan.members)} would be left, min_ranks is "
@@ -265,6 +198,21 @@ def _not_yet(s: Situation, latest: View) -> str:
     return (
         f"epoch {latest.epoch} is not adopted yet: {describe_ranks(missing)} did not report it; "
         "the next view waits for that"
+    )
+
+
+def _still_lost(s: Situation, latest: View) -> str:
+    """Why nobody is asked for lost experts now; empty: there are none, or no room for them."""
+    if not latest.lost:
+        return ""
+    failed = [m.rank for m in latest.members if (m.rank, m.incarnation) in s.cannot_load]
+    missed = sorted({m.node for m in latest.members if s.refusals.of(m.node) is not None})
+    why = [f"{describe_ranks(failed)} failed to load something"] if failed else []
+    why += [f"nobody could supply them to {', '.join(missed)}"] if missed else []
+    if not why:
+        return ""
+    return (
+        f"{len(latest.lost)} experts have no replica: {' and '.join(why)}; tried again in a while"
     )
 
 

@@ -7,8 +7,8 @@ from typing import Final
 from elasticep.control import events as ev
 from elasticep.control.arrange import Int64Array
 from elasticep.control.events import Outcome
+from elasticep.control.pending import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.placement import Placement
-from elasticep.control.proposals import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.refusals import Refusals
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.views import Member, View
@@ -17,7 +17,9 @@ from elasticep.policies import Policies
 
 HISTORY_LENGTH: Final = 64
 CANNOT_LOAD_MS: Final = 300_000  # a member that failed to load something is given nothing new
-LOST_AGAIN_MS: Final = 10_000  # the same while nothing is served: an expert is lost
+# While nothing is served, because an expert is lost, it is asked again after this, then after twice
+# as long each time, up to the other: every try costs two views.
+LOST_AGAIN_MS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class GroupState:
         left: members that ended since the last adopted view.
         revoked: ranks that could not load what the latest view gave them.
         cannot_load: incarnations that get no new content -> since when.
+        failures: incarnations -> how often in a row they failed to load something.
         refusals: what nodes found nobody to supply.
         domains: node -> domain, of nodes that said hello.
         loads: int64 [layers, experts], what to plan for; None: not known.
@@ -109,6 +112,7 @@ class GroupState:
     left: list[Left] = field(default_factory=list)
     revoked: set[int] = field(default_factory=set)
     cannot_load: dict[tuple[int, int], int] = field(default_factory=dict)
+    failures: dict[tuple[int, int], int] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
     loads: Int64Array | None = None
     goal: Goal | None = None
@@ -201,16 +205,39 @@ class GroupState:
         """
         self.refusals.clear()
         for seat in self.seats_of(node):
-            self.cannot_load.pop((seat.rank, seat.incarnation), None)
+            self._excuse(seat)
+
+    def failed_to_load(self, seat: Seat, now_ms: int) -> None:
+        """A member could not load what a view gave it: it gets nothing new for a while."""
+        who = seat.rank, seat.incarnation
+        self.cannot_load[who] = now_ms
+        self.failures[who] = self.failures.get(who, 0) + 1
+
+    def loaded(self, seat: Seat) -> None:
+        """A member loaded what a view gave it."""
+        self.failures.pop((seat.rank, seat.incarnation), None)
+
+    def _excuse(self, seat: Seat) -> None:
+        """What a seat's incarnation failed to load is of no account any more."""
+        self.loaded(seat)
+        self.cannot_load.pop((seat.rank, seat.incarnation), None)
 
     def forgive(self, now_ms: int) -> bool:
         """Forget what went wrong long ago and is to be tried again; whether there was anything."""
-        stopped = self.config.lost_experts is LostExperts.REFUSE and self.view and self.view.lost
-        patience_ms = LOST_AGAIN_MS if stopped else CANNOT_LOAD_MS
-        over = [who for who, at in self.cannot_load.items() if now_ms - at >= patience_ms]
+        refuses = self.config.lost_experts is LostExperts.REFUSE
+        stopped = refuses and self.view is not None and bool(self.view.lost)
+        over = [
+            who
+            for who, at in self.cannot_load.items()
+            if now_ms - at >= (self._again_ms(who) if stopped else CANNOT_LOAD_MS)
+        ]
         for who in over:
             del self.cannot_load[who]
         return bool(self.refusals and self.refusals.expire(now_ms)) or bool(over)
+
+    def _again_ms(self, who: tuple[int, int]) -> int:
+        doublings = min(self.failures.get(who, 1) - 1, 16)
+        return min(LOST_AGAIN_MS << doublings, CANNOT_LOAD_MS)
 
     # ---- the end of an incarnation
 
@@ -238,6 +265,7 @@ class GroupState:
         """
         window_ms = self.policies.flap_window_ms
         seat.end(now_ms, why, counts=counts, window_ms=window_ms)
+        self._excuse(seat)
         self.dirty = True
         limit = self.config.flap_limit
         if counts and seat.since and self.config.manual_readmission:

@@ -2,8 +2,8 @@
 
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome
+from elasticep.control.pending import Goal
 from elasticep.control.placement import EMPTY, SlotShortage
-from elasticep.control.proposals import Goal
 from elasticep.control.repair import usable_slots
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState
@@ -21,6 +21,7 @@ def retry(state: GroupState, event: ev.Retry, now_ms: int, out: Outcome) -> None
     """What could not be loaded is to be tried again."""
     state.refusals.clear()
     state.cannot_load.clear()
+    state.failures.clear()
 
 
 def rearrange(state: GroupState, event: ev.Rearrange, now_ms: int, out: Outcome) -> None:

@@ -146,6 +146,32 @@ def test_who_could_not_load_is_soon_asked_again_where_nothing_is_served(
     assert bool(group.world.view.lost) == (policy is LostExperts.SERVE)
 
 
+def test_a_disk_that_stays_broken_is_asked_less_and_less_often_and_named() -> None:
+    """Each try costs two views, and nobody may find the cause among thousands of them."""
+    group = Balanced(experts=8, slots=8, lost_experts=LostExperts.REFUSE)
+    world = group.world
+    able = unable(group, 1)
+    world.attach = False
+    for rank in (0, 2, 3):
+        del group.counters[rank]
+        world.kill(rank)
+    group.until(lambda: world.view.ranks == (1,) and 1 in world.membership.cannot_load)
+    first = world.view.epoch
+    group.advance(60_000)
+    soon = world.view.epoch
+    assert soon - first >= 2, "soon at first"
+    group.advance(1_800_000)
+    assert world.view.epoch - soon <= 2 * (3 + 1_800_000 // CANNOT_LOAD_MS)
+    assert world.view.ranks == (1,), "it is not ended for it"
+    waits = "8 experts have no replica: rank 1 failed to load something; tried again in a while"
+    assert world.membership.waiting == waits
+    able()
+    group.advance(CANNOT_LOAD_MS + 1_000)
+    assert not world.view.lost
+    assert world.membership.waiting == ""
+    assert not world.membership._s.failures, "it begins anew"
+
+
 def test_a_view_that_is_held_up_is_no_progress() -> None:
     """An engine that never comes to a step holds up a drain; nothing is moved, and it shows."""
     group = Balanced(experts=8, slots=4)
