@@ -68,7 +68,7 @@ int epc_stage_bank(epc_context* c, const void* image, uint64_t bytes) {
 }
 
 int epc_step_begin(epc_context* c, uint32_t tokens, void* stream) {
-  EPC_TRY(launch_step_begin(c->domain, tokens, static_cast<cudaStream_t>(stream)));
+  EPC_TRY(launch_step_begin(c->domain, tokens, 0, static_cast<cudaStream_t>(stream)));
   return 0;
 }
 int epc_step_end(epc_context* c, void* stream) {

@@ -217,12 +217,13 @@ __device__ __noinline__ u32 try_join(const Domain& d, Barrier& b, u32 tokens, bo
   return b.status;
 }
 
-__global__ void __launch_bounds__(kBarrierThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens) {
+__global__ void __launch_bounds__(kBarrierThreads) step_begin_kernel(const __grid_constant__ Domain d, u32 tokens, u64 ticket) {
   __shared__ Barrier b;
   wait_for_previous_kernel();
   read_dead(d, b);
   for (u32 i = threadIdx.x; d.count_loads && i < d.layers * d.experts; i += kBarrierThreads) d.pending[i] = 0;
   if (threadIdx.x == 0) open_barrier(d, b, tokens);
+  if (threadIdx.x == 0) d.state->ticket = ticket;
   __syncthreads();
   u32 status = b.running.epoch || b.staged_count ? kUndecided : EPC_STEP_NO_VIEW;
   if (b.fresh) send_cells(d, b);
@@ -250,8 +251,8 @@ u64 barrier_scratch_bytes(u32 ranks) { return ranks * seen_bytes(ranks); }
 
 cudaError_t load_barrier() { return load(step_begin_kernel); }
 
-cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream) {
-  return launch_block(step_begin_kernel, kBarrierThreads, stream, d, tokens);
+cudaError_t launch_step_begin(const Domain& d, u32 tokens, u64 ticket, cudaStream_t stream) {
+  return launch_block(step_begin_kernel, kBarrierThreads, stream, d, tokens, ticket);
 }
 
 }  // namespace epc

@@ -9,10 +9,6 @@ namespace {
 constexpr u32 kDoneWord = 4 + 2 * ep::kCellViews;  // Cell::done
 static_assert(sizeof(ep::Cell) == 8 * (kDoneWord + 1), "cells are written word by word");
 
-__device__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, u64 step) {
-  return reinterpret_cast<ep::Cell*>(d.region(on) + d.cells + ((step & 1) * d.ranks + from) * d.cell_bytes);
-}
-
 // Thread 0: a version for the cells that are written next. The clock may stand still for a microsecond, longer than it takes
 // to join a later barrier.
 __device__ void new_version(const Domain& d, Barrier& b) {
@@ -47,17 +43,6 @@ __device__ void write_cell(const Domain& d, const Barrier& b, u32 to) {
     fence_system();
     store_relaxed(cell, b.version + 2);
   }
-}
-
-// Number and incarnation of a cell, if both are of one version; a thread. What is read behind it is at least as new.
-__device__ bool peek(const ep::Cell* cell, u64* step, u32* inc) {
-  const u64* words = reinterpret_cast<const u64*>(cell);
-  const u64 version = load_acquire(words);
-  if (!version || version & 1) return false;
-  *step = load_relaxed(words + 1);
-  *inc = u32(load_relaxed(words + 2));
-  fence_system();
-  return load_relaxed(words) == version;
 }
 
 // A warp reads one cell into scratch.

@@ -75,6 +75,7 @@ struct State {
   u64 done;                       // agreed completion: works complete here
   u64 written;                    // version of the last barrier cells
   u64 past_marks[kMaxRanks];      // leave marks that were for an earlier incarnation
+  u64 ticket;                     // of the barrier that runs or ran last: what its caller may call off; 0: nobody
 
   __device__ bool has(u32 rank) const { return mask[rank / 32] >> (rank % 32) & 1; }
 };
@@ -96,6 +97,7 @@ struct Record {
   u64 begun, ended;   // barriers and step ends that have run; written last, so that whoever reads a new number sees the rest
   u64 at;             // globaltimer when one of them was written
   u64 offset;         // CLOCK_MONOTONIC - globaltimer; the host's, see epc_context::note_clock
+  u64 called_off;     // ticket of the step that the engine gave up; the host's. A wait ahead of the kernel that tears it ends by it
   HostCounts counts[EP_MAX_EXCHANGES][EP_MAX_CHANNELS];
 };
 

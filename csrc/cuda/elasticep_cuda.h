@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-enum { EPC_ABI_VERSION = 3, EPC_MAX_TENSORS = 64 };
+enum { EPC_ABI_VERSION = 4, EPC_MAX_TENSORS = 64 };
 
 /* Why a step was torn on this rank. */
 enum epc_why {
@@ -22,13 +22,14 @@ enum epc_why {
   EPC_WHY_PEER_DEAD = 4,
   EPC_WHY_FENCED = 5,
   EPC_WHY_TIMEOUT = 6,
-  EPC_WHY_ENGINE = 7,     /* epc_tear */
+  EPC_WHY_ENGINE = 7,     /* epc_tear, epc_session_call_off, or a step that ended inside an exchange */
   EPC_WHY_ROOM = 8,       /* `slot` gets `rows` rows and has `room`; repeating the step would end the same way */
   EPC_WHY_LOST = 9,       /* no member holds `expert`, and the group does not serve without it */
   EPC_WHY_IDS = 10,       /* an id that is neither -1 nor an expert: `expert` */
   EPC_WHY_DISAGREE = 11,  /* `rank` is at another layer, or brings another number of tokens of replicated input */
   EPC_WHY_SEQUENCE = 12,  /* more exchanges on a channel than a step can number; repeating the step would end the same way */
-  EPC_WHY_SCALES = 13     /* packed scales are powers of two, and one that the engine brought (of token `rows`) is none */
+  EPC_WHY_SCALES = 13,    /* packed scales are powers of two, and one that the engine brought (of token `rows`) is none */
+  EPC_WHY_ENDED = 14      /* `rank` is at a later barrier: it ended this step without this exchange */
 };
 enum epc_step_status {
   EPC_STEP_RUN = 0,
@@ -211,6 +212,11 @@ EP_API int epc_session_slots(epc_session* session, uint64_t epoch, int32_t* slot
 EP_API int epc_session_enter(epc_session* session, uint64_t after, uint32_t timeout_ms, uint32_t again);
 /* epc_step_begin with a limit of its own (0: the group's); EP_EFENCED. */
 EP_API int epc_session_step_begin(epc_session* session, uint32_t tokens, uint32_t timeout_ms, void* stream);
+/* The engine gives up the step whose barrier epc_session_step_begin put on a stream last: the waits of its kernels end at
+ * once and tear it for all, though an epc_tear could only be put behind them. Call this, then epc_tear, then epc_step_end. */
+EP_API int epc_session_call_off(epc_session* session);
+/* Waits until epc_wait_counts would not. EP_EINTR every 50 ms: call again. */
+EP_API int epc_session_await_counts(epc_session* session, uint32_t exchange, uint32_t channel);
 /* Waits until `count` barriers (or step ends) of this session have run, counted from 1, replays of a graph included. `stream`
  * is the one that they are on: EP_EUSAGE if it ends or fails without. EP_EINTR every 50 ms: call again. */
 EP_API int epc_session_wait(epc_session* session, uint32_t what, uint64_t count, void* stream);

@@ -29,7 +29,7 @@ struct Shape {
 // The step barrier (barrier.cu).
 u64 barrier_scratch_bytes(u32 ranks);
 cudaError_t load_barrier();
-cudaError_t launch_step_begin(const Domain& d, u32 tokens, cudaStream_t stream);
+cudaError_t launch_step_begin(const Domain& d, u32 tokens, u64 ticket, cudaStream_t stream);
 // The end of a step, and tearing it (step_end.cu).
 cudaError_t load_step_end();
 cudaError_t launch_step_end(const Domain& d, u32* complete_flag, cudaStream_t stream);

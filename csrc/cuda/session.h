@@ -50,6 +50,7 @@ struct epc_session {
   std::atomic<u64> newest{0};     // the highest epoch that was handed over
   u64 staged = 0, staged_at = 0;  // highest epoch, and when
   u64 enter_by = 0;               // deadline of the last epc_session_enter
+  u64 ticket = 0;                 // of the last barrier that was put on a stream
   std::atomic<bool> stop{false};
 
   ep::Header& header() { return *context->header; }

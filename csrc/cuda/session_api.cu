@@ -110,7 +110,27 @@ int epc_session_step_begin(epc_session* s, uint32_t tokens, uint32_t timeout_ms,
   if (int bad = s->check_usable()) return bad;
   Domain d = s->context->domain;
   if (timeout_ms) d.step_timeout_ns = timeout_ms * kMs;
-  EPC_TRY(launch_step_begin(d, tokens, static_cast<cudaStream_t>(stream)));
+  EPC_TRY(launch_step_begin(d, tokens, ++s->ticket, static_cast<cudaStream_t>(stream)));
+  return 0;
+}
+
+int epc_session_call_off(epc_session* s) {
+  if (getpid() == s->pid) __atomic_store_n(&s->context->record->called_off, s->ticket, __ATOMIC_RELAXED);
+  return 0;
+}
+
+int epc_session_await_counts(epc_session* s, uint32_t exchange, uint32_t channel) {
+  const epc_context& c = *s->context;
+  if (exchange >= EP_MAX_EXCHANGES || channel >= EP_MAX_CHANNELS) return 0;  // epc_wait_counts says what is wrong
+  const u64 ticket = c.counted[exchange][channel], began = ep::now_ns();
+  u64 asked = began;
+  while (__atomic_load_n(&c.record->counts[exchange][channel].ticket, __ATOMIC_ACQUIRE) < ticket) {
+    const u64 now = ep::now_ns();
+    if (now - asked < kMs) continue;
+    asked = now;
+    if (cudaStreamQuery(c.count_stream) != cudaErrorNotReady) return 0;  // it is there, or never comes
+    if (now - began >= ep::kSignalLook) return EP_EINTR;
+  }
   return 0;
 }
 

@@ -87,9 +87,9 @@ __device__ void conclude(const Domain& d, Barrier& b, u32 status) {
     // whether the step is torn, and the numbers here are of the last step that ran, in which a peer may still be.
     s->members = 0;
   }
-  if (status == EPC_STEP_DOOMED || status == EPC_STEP_EXPELLED) {
-    const bool doomed = status == EPC_STEP_DOOMED;
-    d.record->fault = {b.step, s->epoch, u32(doomed ? EPC_WHY_PEER_DEAD : EPC_WHY_FENCED), kPhaseBarrier, 0, doomed ? b.who : d.me, 0, 0, 0, 0, 0, 0};
+  if (status != EPC_STEP_RUN && status != EPC_STEP_NO_VIEW) {
+    const u32 why = status == EPC_STEP_DOOMED ? EPC_WHY_PEER_DEAD : status == EPC_STEP_EXPELLED ? EPC_WHY_FENCED : EPC_WHY_TIMEOUT;
+    d.record->fault = {b.step, s->epoch, why, kPhaseBarrier, 0, status == EPC_STEP_EXPELLED ? d.me : b.who, 0, 0, 0, 0, 0, 0};
   }
 }
 

@@ -1,5 +1,6 @@
 // Waiting for a peer, and tearing the step when that can come to nothing (design: protocol, sections 2 and 3).
 #pragma once
+#include "../common/barrier.h"
 #include "device.h"
 #include "ptx.cuh"
 
@@ -125,11 +126,40 @@ __device__ __forceinline__ u32 why_without(const Domain& d, u32 rank, u32 said) 
   return d.state->incarnations[rank] && is_dead(d, rank) ? EPC_WHY_PEER_DEAD : said;
 }
 
+// The cell that `from` writes to `on` for a barrier.
+__device__ __forceinline__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, u64 step) {
+  return reinterpret_cast<ep::Cell*>(d.region(on) + d.cells + ((step & 1) * d.ranks + from) * d.cell_bytes);
+}
+
+// Number and incarnation of a cell, if both are of one version; a thread. What is read behind it is at least as new.
+__device__ __forceinline__ bool peek(const ep::Cell* cell, u64* step, u32* inc) {
+  const u64* words = reinterpret_cast<const u64*>(cell);
+  const u64 version = load_acquire(words);
+  if (!version || version & 1) return false;
+  *step = load_relaxed(words + 1);
+  *inc = u32(load_relaxed(words + 2));
+  fence_system();
+  return load_relaxed(words) == version;
+}
+
+// Whether a member has come to a barrier after this step. What it said in the step it said before its cell: flags that are
+// read after this are all there will be. Numbers up to the floor may be an earlier group's.
+__device__ __forceinline__ bool came_to_a_later_barrier(const Domain& d, u32 member) {
+  const State* s = d.state;
+  const u64 past = s->step > s->floor ? s->step : s->floor;
+  u64 step;
+  u32 inc;
+  for (u32 parity = 0; parity < 2; ++parity)
+    if (peek(cell_at(d, d.me, member, parity), &step, &inc) && step > past && inc == s->incarnations[member]) return true;
+  return false;
+}
+
 struct Waiter {
   const Domain& d;
   u32 phase, exchange, source;
   u64 since = 0;
   bool recorded = false;
+  bool without = false;  // `source` was at a later barrier when it was looked for last
 
   // The slow path. 0, or why the wait is over.
   __device__ __noinline__ u32 check(u64 seen, u64 want, u32* who) {
@@ -148,6 +178,12 @@ struct Waiter {
       *who = d.me;
       return EPC_WHY_FENCED;
     }
+    if (s->ticket && load_relaxed(&d.record->called_off) == s->ticket) {
+      *who = d.me;
+      return EPC_WHY_ENGINE;
+    }
+    if (without) return EPC_WHY_ENDED;  // and since then its flag has not come
+    without = came_to_a_later_barrier(d, source);
     const u64 now = wall_ns();
     if (!since) since = now;
     if (now - since > d.exchange_timeout_ns) return EPC_WHY_TIMEOUT;

@@ -36,7 +36,7 @@ class CudaExchange(Exchange):
         geometry = session.config.geometry
         self._slots = geometry.slots_per_rank
         self._made = [
-            CudaReceivedTensors(self._cuda, spec, geometry, number, channel)
+            CudaReceivedTensors(self._cuda, spec, geometry, number, channel, session._torn_here)
             for channel in range(spec.channels)
         ]
         self._sources = [made.sources for made in self._made]

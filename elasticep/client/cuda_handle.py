@@ -115,7 +115,9 @@ class CudaHandle:
         return False
 
     def step_tear(self) -> None:
-        """Put tearing the step for all on the stream."""
+        """Tear the step for all: at once, also where a kernel of it waits ahead on the stream."""
+        if self._session is not None:
+            self._api.epc_session_call_off(self._session)
         self.context.tear(self.stream)
 
     def step_cancel(self) -> None:
@@ -181,6 +183,9 @@ class CudaHandle:
 
     def counts(self, exchange: int, channel: int) -> native.Counts:
         """Wait for the exact count of a dispatch with `cpu_sync`."""
+        code = _EINTR
+        while code == _EINTR:
+            code = self._api.epc_session_await_counts(self._session, exchange, channel)
         return self.context.wait_counts(exchange, channel)
 
     def count_slots(self, exchange: int, channel: int, counts: int) -> None:

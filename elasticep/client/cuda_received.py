@@ -1,5 +1,6 @@
 """What a dispatch delivers on a GPU: tensors over the rank's region, made once per channel."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -35,6 +36,7 @@ class CudaReceivedTensors:
         geometry: of the group.
         number: of the exchange.
         channel: of the exchange.
+        torn: the error for a dispatch that was waited for and whose step is torn.
 
     Attributes:
         fixed: everything at its full size.
@@ -48,11 +50,12 @@ class CudaReceivedTensors:
         geometry: GroupGeometry,
         number: int,
         channel: int,
+        torn: Callable[[], StepTorn],
     ) -> None:
         raw = handle.context.received(number, channel)
         device, slots = handle.device, geometry.slots_per_rank
         self._handle, self._number, self._channel = handle, number, channel
-        self._spec = spec
+        self._spec, self._torn = spec, torn
         rows, topk, hidden = int(raw.rows_count), geometry.topk, geometry.hidden
         wire = spec.dispatch_dtype
         room = (slots, rows // slots) if spec.layout is Layout.MASKED else (rows,)
@@ -148,7 +151,7 @@ class CudaReceivedTensors:
     def _cut(self, full: Received) -> Received:
         counts = self._handle.counts(self._number, self._channel)
         if counts.torn:
-            raise StepTorn("this step is torn; leave the `with session.step()` block and repeat it")
+            raise self._torn()
         if self._spec.layout is Layout.MASKED:
             return replace(full, arrived=int(counts.arrived))
         rows = int(counts.rows)

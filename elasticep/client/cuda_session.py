@@ -7,7 +7,6 @@ across failures and views (`CudaSession.replay`).
 """
 
 import contextlib
-import ctypes
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -15,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from elasticep.client.cuda_handle import CudaHandle
+from elasticep.client.cuda_reasons import Reasons
 from elasticep.client.cuda_weights import DeviceWeights
 from elasticep.client.handle import SessionHandle
 from elasticep.client.session import Session
 from elasticep.client.step import Passed, Step
 from elasticep.client.view import View
 from elasticep.errors import (
-    CapExceeded,
+    ElasticEPError,
     ExpertsLost,
     StepTimeout,
     StepTorn,
-    TensorError,
     UsageError,
 )
 from elasticep.group import GroupConfig
 from elasticep.native import abi
-from elasticep.native.cuda import StepResult, StepStatus, Why
+from elasticep.native.cuda import StepResult, StepStatus
 from elasticep.native.cuda_session import Wait
 from elasticep.native.cuda_structs import Copied
 from elasticep.native.tensors import over
@@ -62,6 +61,7 @@ class CudaStep(Step):
         self._known: Passed | None = None
         self._settled = False
         self._runs = True  # the barrier let it run
+        self._explained = False  # `_why` says all there is
         self._masks: list[torch.Tensor] = []
 
     def _passed(self) -> Passed:
@@ -74,7 +74,7 @@ class CudaStep(Step):
     def _work(self) -> Passed:
         passed = self._passed()
         if not self._runs:
-            raise StepTorn("no step runs here: the view has a dead member; repeat it")
+            raise self._cuda._torn_here()
         return passed
 
     @property
@@ -103,6 +103,23 @@ class CudaStep(Step):
             self._complete = self._cuda._settle(self)
             self._settled = True
         return self._complete
+
+    @property
+    def why(self) -> str:
+        """Why the step does not count, in words, also where `complete` raises; "" if it does. After
+        the block; waits for the end of the step, unless an error had left the block.
+
+        Raises:
+            DeviceFailed: the device failed in or before this step.
+            UsageError: a later step has begun, and nobody had asked before.
+        """
+        if self._ended and not self._why and not self._explained:
+            try:
+                _ = self.complete
+            except ElasticEPError:
+                if not self._explained:
+                    raise
+        return self._why
 
     @property
     def token_ok(self) -> torch.Tensor:
@@ -157,6 +174,7 @@ class CudaSession(Session):
         self.slot_table = over(handle.slot_experts(), shape, torch.int32, handle.device)
         arena = config.arena_layout()
         self._on_device = None if arena is None else DeviceWeights(handle, arena, rank)
+        self._reasons = Reasons(config, rank, incarnation)
         self._placed = 0  # steps put on streams, replays included
         self._latest: CudaStep | None = None
         self._epoch = 0  # of the last step that the host asked about
@@ -324,61 +342,36 @@ class CudaSession(Session):
     def _settle(self, step: CudaStep) -> bool:
         result = self._wait(step, Wait.ENDED)
         step._known = self._read(step, result)
+        error = self._error_of(step, result)
+        if not step._why:  # else what the engine, or a call, had raised
+            if error is not None:
+                step._why = f"{type(error).__name__}: {error}"
+            elif not result.complete:
+                step._why = self._reasons.incomplete(result)
+        step._explained = True
+        if error is not None:
+            raise error
+        return result.complete
+
+    def _error_of(self, step: CudaStep, result: StepResult) -> ElasticEPError | None:
         if result.status is StepStatus.EXPELLED:
-            raise self._cuda.expelled(result.epoch)
+            return self._cuda.expelled(result.epoch)
         if result.status is StepStatus.TIMEOUT:
-            raise StepTimeout(
-                f"step barrier: not all members came within the limit; step {result.step} did not "
-                "run. Enter a new step to go on waiting"
-            )
+            return self._reasons.barrier(result)
         if not result.complete:
+            experts = self.config.geometry.experts
             fenced = self._cuda.fenced()
-            if fenced is not None:
-                raise fenced
-            self._raise_hopeless(result)
-            return False
+            return fenced or self._reasons.hopeless(result, lambda: self.view.lost(experts))
         if result.epoch != self._judged:
             self._judged, self._lost = result.epoch, self.view.lost(self.config.geometry.experts)
         refused = self._lost and step._masks and not self._cuda.serves_lost()
         if refused and not bool(step.token_ok.all()):
-            raise ExpertsLost(self._lost)
-        return True
+            return ExpertsLost(self._lost)
+        return None
 
-    def _raise_hopeless(self, result: StepResult) -> None:
-        """Raise where a repeat of this step could only end in the same way, by this rank's own."""
-        fault = result.fault
-        if fault.step != result.step:
-            return
-        where = f"layer {fault.layer}, exchange {fault.exchange}"
-        match fault.why:
-            case Why.ROOM:
-                raise CapExceeded(
-                    f"{where}: slot {fault.slot} gets {fault.rows} rows and has room for "
-                    f"{fault.room}; raise masked_room or leave it out"
-                )
-            case Why.LOST:
-                lost = self.view.lost(self.config.geometry.experts)
-                raise ExpertsLost(lost or [(int(fault.layer), int(fault.expert))])
-            case Why.IDS:
-                raise TensorError(
-                    f"{where}: a token names expert {ctypes.c_int32(fault.expert).value}; ids must "
-                    f"be -1 (none) or 0..{self.config.geometry.experts - 1}"
-                )
-            case Why.DISAGREE:
-                raise UsageError(
-                    f"{where}: rank {fault.rank} is at another layer, or brings {fault.rows} "
-                    f"tokens of replicated input where this rank brings {fault.room}"
-                )
-            case Why.SEQUENCE:
-                raise UsageError(
-                    f"{where}: a step has at most 4,095 exchanges on one channel; end the step "
-                    "before this one, or use another channel"
-                )
-            case Why.SCALES:
-                raise TensorError(
-                    f"{where}: a scale of token {fault.rows} is no power of two, and the exchange "
-                    "packs scales as exponents (UE8M0); bring such scales, or another scale layout"
-                )
+    def _torn_here(self) -> StepTorn:
+        """For a call that was waited for and found its step torn."""
+        return StepTorn(self._reasons.incomplete(self._cuda.context.result()))
 
     @property
     def view(self) -> View:

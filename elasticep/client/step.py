@@ -47,7 +47,7 @@ class Step:
         settled: agreed completion: the last work that is complete on all ranks.
         members: rank -> incarnation in that view.
         complete: after the block: whether the step counts. False: repeat it.
-        why: after the block: why it does not, in words; "" if it does. Steps on a GPU do not say.
+        why: after the block: why it does not, in words; "" if it does.
     """
 
     def __init__(

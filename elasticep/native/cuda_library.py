@@ -29,7 +29,7 @@ from elasticep.native.cuda_structs import (
 )
 from elasticep.native.library import cuda as load_cuda
 
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 _SIZED: Final[dict[str, type[Structure]]] = {
     "config": Config,
     "step_info": StepInfo,

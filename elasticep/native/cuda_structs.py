@@ -26,6 +26,7 @@ class Why(enum.IntEnum):
     DISAGREE = 11
     SEQUENCE = 12
     SCALES = 13
+    ENDED = 14
 
 
 class StepStatus(enum.IntEnum):

@@ -91,6 +91,7 @@ class Handle:
             fault=SimpleNamespace(
                 step=self.begun,
                 why=self.fault,
+                phase=3,
                 layer=1,
                 exchange=0,
                 rank=0,

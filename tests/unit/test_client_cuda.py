@@ -16,7 +16,7 @@ from elasticep.errors import (
     UsageError,
 )
 from elasticep.group import Completion, LostExperts
-from elasticep.native.cuda_structs import StepStatus, Why
+from elasticep.native.cuda_structs import StepStatus
 from elasticep.spec import ExchangeSpec
 from tests.unit.cuda_double import (
     CAP,
@@ -141,13 +141,21 @@ def test_waits_of_the_native_session_come_back_for_signals_and_go_on() -> None:
         return 0 if len(asked) % 3 == 0 else int(Error.EINTR)
 
     handle: Any = CudaHandle.__new__(CudaHandle)
-    handle._api = SimpleNamespace(epc_session_enter=answer, epc_session_wait=answer)
+    handle._api = SimpleNamespace(
+        epc_session_enter=answer, epc_session_wait=answer, epc_session_await_counts=answer
+    )
     handle._session = 7
-    handle.context = SimpleNamespace(config=SimpleNamespace(rank=0), result=lambda: "told")
+    handle.context = SimpleNamespace(
+        config=SimpleNamespace(rank=0),
+        result=lambda: "told",
+        wait_counts=lambda exchange, channel: [exchange, channel],
+    )
     handle.enter(4, 100)
     assert asked == [(7, 4, 100, 0), (7, 4, 100, 1), (7, 4, 100, 1)]
     assert handle.wait(Wait.ENDED, 2, 5) == "told"
     assert asked[3:] == [(7, int(Wait.ENDED), 2, 5)] * 3
+    assert handle.counts(4, 1) == [4, 1]
+    assert asked[6:] == [(7, 4, 1)] * 3
 
 
 def test_a_signal_at_a_barrier_ends_the_step_that_is_on_the_stream() -> None:
@@ -156,6 +164,10 @@ def test_a_signal_at_a_barrier_ends_the_step_that_is_on_the_stream() -> None:
 
     said: list[str] = []
     handle: Any = CudaHandle.__new__(CudaHandle)
+    handle._session = 7
+    handle._api = SimpleNamespace(
+        epc_session_call_off=lambda session: said.append(f"call off {session}")
+    )
     handle.context = SimpleNamespace(
         tear=lambda stream: said.append("tear"), step_end=lambda stream: said.append("end")
     )
@@ -167,15 +179,18 @@ def test_a_signal_at_a_barrier_ends_the_step_that_is_on_the_stream() -> None:
         handle._begun = True
         handle.step_cancel()
         handle.step_cancel()
-    assert said == ["tear", "end"]
+    assert said == ["call off 7", "tear", "end"]
 
 
 def test_an_error_inside_a_step_tears_it_for_all(make: Callable[..., Any]) -> None:
     handle = Handle()
     session = make(handle)
-    with pytest.raises(ZeroDivisionError), session.step():
+    with pytest.raises(ZeroDivisionError), session.step() as step:
         _ = 1 // 0
     assert handle.calls[-2:] == ["tear", "end"]
+    assert step.why.startswith("ZeroDivisionError: ")  # known without a wait
+    assert not step.complete
+    assert step.why.startswith("ZeroDivisionError: ")
     exchange = session.exchange("decode")
     with pytest.raises(UsageError, match="no combine followed"), session.step():
         exchange.dispatch(0, *inputs(2))
@@ -337,31 +352,6 @@ def test_counts_of_a_detached_session_are_refused() -> None:
         handle.count_slots(0, 0, 8)
 
 
-@pytest.mark.parametrize(
-    ("why", "error", "words"),
-    [
-        (Why.ROOM, CapExceeded, "slot 3 gets 7 rows and has room for 6"),
-        (Why.LOST, ExpertsLost, "expert"),
-        (Why.IDS, TensorError, "names expert 9"),
-        (Why.DISAGREE, UsageError, "another layer"),
-        (Why.SEQUENCE, UsageError, "at most 4,095 exchanges"),
-        (Why.SCALES, TensorError, "a scale of token 7"),
-    ],
-)
-def test_what_no_repeat_can_mend_is_raised(
-    make: Callable[..., Any], why: Why, error: type[Exception], words: str
-) -> None:
-    handle = Handle()
-    handle.complete, handle.fault = False, why
-    session = make(handle)
-    with pytest.raises(error, match=words):
-        session.run(forward(session), None, tokens=3)
-    handle.fault = Why.PEER_LEFT  # that a repeat can mend
-    with session.step() as step:
-        pass
-    assert step.complete is False
-
-
 def test_an_exact_count_is_waited_for(make: Callable[..., Any]) -> None:
     handle = Handle()
     spec = ExchangeSpec.preset(
@@ -379,6 +369,7 @@ def test_an_exact_count_is_waited_for(make: Callable[..., Any]) -> None:
         exchange.dispatch(0, *inputs(3))
         pytest.fail("a torn step goes on")
     assert step.complete is False
+    assert step.why == "step 2 is torn: a rank left it before its end; it must be repeated"
 
 
 def test_agreed_works(make: Callable[..., Any]) -> None:
