@@ -67,7 +67,7 @@ __device__ __forceinline__ bool receive_chunk(const DispatchArgs& a, const Now& 
 }
 
 template <class Payload>
-__global__ void __launch_bounds__(Payload::kMaxThreads) dispatch_kernel(const __grid_constant__ DispatchArgs a) {
+__global__ void __launch_bounds__(Payload::kMaxThreads, Payload::kMinBlocks) dispatch_kernel(const __grid_constant__ DispatchArgs a) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ SendShared s;
   const Exchange& x = a.exchange;
@@ -86,6 +86,20 @@ cudaError_t start(const DispatchArgs& a, const Shape& shape, cudaStream_t stream
   return launch(dispatch_kernel<Payload>, a, shape, stream);
 }
 
+// A block that quantises several rows asks for the next ones meanwhile. One that has a single row is small, so that the kernel
+// behind it fits beside it.
+template <class T>
+cudaError_t start_quantised(const DispatchArgs& a, Shape shape, cudaStream_t stream) {
+  const Exchange& x = a.exchange;
+  if (a.tokens * x.rows_per_token <= x.gpu.chunks) return start<QuantisedRows<T, false>>(a, shape, stream);
+  if (shape.threads + 32 <= QuantisedRows<T, true>::kMaxThreads) shape.threads += 32;  // a warp that routes while the others quantise
+  return start<QuantisedRows<T, true>>(a, shape, stream);
+}
+template <class T>
+cudaError_t load_quantised() {
+  return first_of({load(dispatch_kernel<QuantisedRows<T, false>>), load(dispatch_kernel<QuantisedRows<T, true>>)});
+}
+
 }  // namespace
 
 cudaError_t launch_dispatch(const DispatchArgs& a, Payload payload, const Shape& shape, cudaStream_t stream) {
@@ -93,17 +107,16 @@ cudaError_t launch_dispatch(const DispatchArgs& a, Payload payload, const Shape&
     case Payload::kRaw: return start<RawRows>(a, shape, stream);
     case Payload::kBulk: return start<BulkRows>(a, shape, stream);
     case Payload::kNone: return start<NoRows>(a, shape, stream);
-    case Payload::kFromFp32: return start<QuantisedRows<float>>(a, shape, stream);
-    case Payload::kFromFp16: return start<QuantisedRows<__half>>(a, shape, stream);
-    case Payload::kFromBf16: return start<QuantisedRows<__nv_bfloat16>>(a, shape, stream);
+    case Payload::kFromFp32: return start_quantised<float>(a, shape, stream);
+    case Payload::kFromFp16: return start_quantised<__half>(a, shape, stream);
+    case Payload::kFromBf16: return start_quantised<__nv_bfloat16>(a, shape, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 cudaError_t load_dispatch() {
   return first_of({load(dispatch_kernel<RawRows>), load(dispatch_kernel<BulkRows>, kPushShared), load(dispatch_kernel<NoRows>),
-                   load(dispatch_kernel<QuantisedRows<float>>), load(dispatch_kernel<QuantisedRows<__half>>),
-                   load(dispatch_kernel<QuantisedRows<__nv_bfloat16>>)});
+                   load_quantised<float>(), load_quantised<__half>(), load_quantised<__nv_bfloat16>()});
 }
 
 }  // namespace epc

@@ -135,7 +135,7 @@ __device__ __forceinline__ void expand_chunk(const FusedArgs& p, const Table& t,
 }
 
 template <class Payload>
-__global__ void __launch_bounds__(Payload::kMaxThreads) fused_dispatch_kernel(const __grid_constant__ FusedArgs p) {
+__global__ void __launch_bounds__(Payload::kMaxThreads, Payload::kMinBlocks) fused_dispatch_kernel(const __grid_constant__ FusedArgs p) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ FusedShared s;
   const DispatchArgs& a = p.dispatch;
@@ -324,17 +324,17 @@ cudaError_t start(const FusedArgs& a, Shape shape, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t load_fused() {
-  return first_of({load(fused_dispatch_kernel<RawRows>, kDispatchShared), load(fused_dispatch_kernel<QuantisedRows<float>>, kDispatchShared),
-                   load(fused_dispatch_kernel<QuantisedRows<__half>>, kDispatchShared),
-                   load(fused_dispatch_kernel<QuantisedRows<__nv_bfloat16>>, kDispatchShared), load(fused_combine_kernel<Fp32>, kCombineShared),
+  return first_of({load(fused_dispatch_kernel<RawRows>, kDispatchShared), load(fused_dispatch_kernel<QuantisedRows<float, false>>, kDispatchShared),
+                   load(fused_dispatch_kernel<QuantisedRows<__half, false>>, kDispatchShared),
+                   load(fused_dispatch_kernel<QuantisedRows<__nv_bfloat16, false>>, kDispatchShared), load(fused_combine_kernel<Fp32>, kCombineShared),
                    load(fused_combine_kernel<Fp16>, kCombineShared), load(fused_combine_kernel<Bf16>, kCombineShared)});
 }
 
 cudaError_t launch_fused_dispatch(const FusedArgs& a, Payload payload, const Shape& shape, cudaStream_t stream) {
   switch (payload) {
-    case Payload::kFromFp32: return start<QuantisedRows<float>>(a, shape, stream);
-    case Payload::kFromFp16: return start<QuantisedRows<__half>>(a, shape, stream);
-    case Payload::kFromBf16: return start<QuantisedRows<__nv_bfloat16>>(a, shape, stream);
+    case Payload::kFromFp32: return start<QuantisedRows<float, false>>(a, shape, stream);
+    case Payload::kFromFp16: return start<QuantisedRows<__half, false>>(a, shape, stream);
+    case Payload::kFromBf16: return start<QuantisedRows<__nv_bfloat16, false>>(a, shape, stream);
     default: return start<RawRows>(a, shape, stream);
   }
 }

@@ -22,9 +22,12 @@ __device__ __forceinline__ Chunk chunk_of(u32 index, u32 chunks, u32 rows) {
 
 // All rows of a chunk, 16 bytes per thread and step; the next two loads are in flight while one is stored.
 struct RawRows {
+  static constexpr bool kRoutesLast = false;
+  static constexpr u32 kMinBlocks = 0;
   static constexpr u32 kMaxThreads = kMostRawThreads;  // 80 registers for each
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
+  __device__ __forceinline__ void prepare(const DispatchArgs&, const Chunk&) {}
   __device__ __forceinline__ void abandon() {}
 
   // A thread's place in the chunk: row i, vector v of it.
@@ -87,6 +90,8 @@ struct RawRows {
 // The same through shared memory by the copy engine of the SM: one thread of each warp moves whole pieces of rows, so
 // few SMs fill the link and no register holds a row.
 struct BulkRows {
+  static constexpr bool kRoutesLast = false;
+  static constexpr u32 kMinBlocks = 0;
   static constexpr u32 kMaxThreads = kMostPushThreads;  // the first kBulkWarps warps move rows, all route them
   u8* ring;
   u64* full;
@@ -122,6 +127,7 @@ struct BulkRows {
     ++loaded;
     next += kBulkWarps;
   }
+  __device__ __forceinline__ void prepare(const DispatchArgs&, const Chunk&) {}
   // A block must not end while pieces are on their way to it.
   __device__ __forceinline__ void abandon() {
     if (moves())

@@ -12,22 +12,28 @@
 
 namespace epc {
 
-__device__ __forceinline__ void load16(const float* p, float (&v)[16]) {
+// 16 elements as they lie in memory.
+template <class T>
+struct Raw16 {
+  int4 part[sizeof(T)];
+
+  __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int4 raw = load_stream(p + 4 * j);
-    v[4 * j] = __int_as_float(raw.x), v[4 * j + 1] = __int_as_float(raw.y);
-    v[4 * j + 2] = __int_as_float(raw.z), v[4 * j + 3] = __int_as_float(raw.w);
+    for (u32 j = 0; j < sizeof(T); ++j) part[j] = load_stream(reinterpret_cast<const int4*>(p) + j);
   }
-}
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (u32 j = 0; j < sizeof(T); ++j) part[j] = make_int4(0, 0, 0, 0);
+  }
+};
+
 __device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
 __device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
-template <class T, class T2>
-__device__ __forceinline__ void load16_pairs(const T* p, float (&v)[16]) {
+template <class T2, class T>
+__device__ __forceinline__ void widen_pairs(const Raw16<T>& raw, float (&v)[16]) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const int4 raw = load_stream(p + 8 * j);
-    const T2* pair = reinterpret_cast<const T2*>(&raw);
+    const T2* pair = reinterpret_cast<const T2*>(&raw.part[j]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 f = widen(pair[i]);
@@ -35,9 +41,20 @@ __device__ __forceinline__ void load16_pairs(const T* p, float (&v)[16]) {
     }
   }
 }
-__device__ __forceinline__ void load16(const __half* p, float (&v)[16]) { load16_pairs<__half, __half2>(p, v); }
-__device__ __forceinline__ void load16(const __nv_bfloat16* p, float (&v)[16]) {
-  load16_pairs<__nv_bfloat16, __nv_bfloat162>(p, v);
+__device__ __forceinline__ void widen16(const Raw16<__half>& raw, float (&v)[16]) { widen_pairs<__half2>(raw, v); }
+__device__ __forceinline__ void widen16(const Raw16<__nv_bfloat16>& raw, float (&v)[16]) { widen_pairs<__nv_bfloat162>(raw, v); }
+__device__ __forceinline__ void widen16(const Raw16<float>& raw, float (&v)[16]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    v[4 * j] = __int_as_float(raw.part[j].x), v[4 * j + 1] = __int_as_float(raw.part[j].y);
+    v[4 * j + 2] = __int_as_float(raw.part[j].z), v[4 * j + 3] = __int_as_float(raw.part[j].w);
+  }
+}
+template <class T>
+__device__ __forceinline__ void load16(const T* p, float (&v)[16]) {
+  Raw16<T> raw;
+  raw.load(p);
+  widen16(raw, v);
 }
 
 struct Quantised {

@@ -41,8 +41,7 @@ __device__ __forceinline__ Ahead read_routing(const DispatchArgs& a, const Chunk
 // The next two rows of a warp.
 struct AheadRows {
   Ahead first, second;
-  __device__ __forceinline__ void fetch(const DispatchArgs& a, const Chunk& c) {
-    const u32 warp = threadIdx.x / 32;
+  __device__ __forceinline__ void fetch(const DispatchArgs& a, const Chunk& c, u32 warp) {
     first = read_routing(a, c, warp);
     second = read_routing(a, c, warp + blockDim.x / 32);
   }
@@ -92,13 +91,13 @@ static __device__ __noinline__ float spread_lost(const Domain& d, bool named, bo
 }
 
 // A warp per row: who serves its experts, where they are noted for combine, and the tails to every target. False: torn.
-__device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& now, const Chunk& c, AheadRows& ahead, const Copies* map,
+__device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& now, const Chunk& c, u32 warp, AheadRows& ahead, const Copies* map,
                                             ChunkTargets& out) {
   const Domain& d = a.domain;
   const Exchange& x = a.exchange;
   const u32 lane = threadIdx.x % 32, warps = blockDim.x / 32, k = d.topk;
   bool bad = false;
-  for (u32 i = threadIdx.x / 32; i < c.rows; i += warps) {
+  for (u32 i = warp; i < c.rows; i += warps) {
     const u32 row = c.row(i), token = x.token_of(row), only = row - token * x.rows_per_token;
     Ahead mine = ahead.first;
     ahead.first = ahead.second;
@@ -133,45 +132,79 @@ __device__ __forceinline__ bool route_chunk(const DispatchArgs& a, const Now& no
 
 // Tails only: the rows follow in a kernel of their own (overlap.cu).
 struct NoRows {
+  static constexpr bool kRoutesLast = false;
+  static constexpr u32 kMinBlocks = 0;
   static constexpr u32 kMaxThreads = kMostPushThreads;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
   __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
+  __device__ __forceinline__ void prepare(const DispatchArgs&, const Chunk&) {}
   __device__ __forceinline__ void abandon() {}
   __device__ __forceinline__ void push(const DispatchArgs&, const Chunk&, const ChunkTargets&) {}
 };
 
-// Quantised on the way: a lane holds 16 elements; 8, 2 or 1 lanes share a scale.
-template <class T>
+// Quantised on the way: a lane holds 16 elements; 8, 2 or 1 lanes share a scale. kAhead: the next elements are on their way while
+// these are stored, and the first are quantised before it is known who gets the row; for registers that leave an SM no room for
+// another kernel.
+template <class T, bool kAhead>
 struct QuantisedRows {
+  static constexpr bool kRoutesLast = kAhead;
+  static constexpr u32 kMinBlocks = kAhead;
   static constexpr u32 kMaxThreads = kMostPushThreads;
   static __device__ __forceinline__ void begin(u8*) {}
   __device__ __forceinline__ void attach(u8*) {}
-  __device__ __forceinline__ void prefetch(const DispatchArgs&, const Chunk&) {}
   __device__ __forceinline__ void abandon() {}
+
+  Raw16<T> ahead;
+  Quantised ready;
+
+  static __device__ __forceinline__ u32 units(const DispatchArgs& a) { return a.domain.hidden / 16; }
+  // All lanes of a warp have a part in its scales.
+  static __device__ __forceinline__ u32 whole(const DispatchArgs& a) { return (units(a) + 31) / 32 * 32; }
+  // Element unit u of row i; absent ones are zero.
+  __device__ __forceinline__ void load(const DispatchArgs& a, const Chunk& c, u32 i, u32 u) {
+    if (i < c.rows && u < units(a))
+      ahead.load(reinterpret_cast<const T*>(a.x) + u64(a.exchange.token_of(c.row(i))) * a.domain.hidden + u * 16);
+    else
+      ahead.clear();
+  }
+  static __device__ __forceinline__ QuantFormat format(const DispatchArgs& a) {
+    return {a.exchange.dispatch_dtype, a.block_lanes, a.exchange.scale_layout == EP_SCALES_PACKED, a.global_scale};
+  }
+  __device__ __forceinline__ void quantise(const DispatchArgs& a) {
+    float v[16];
+    widen16(ahead, v);
+    ready = quantise16(v, format(a));
+  }
+  static __device__ __forceinline__ void advance(const DispatchArgs& a, u32& i, u32& u) {
+    u += blockDim.x;
+    if (u >= whole(a)) u = threadIdx.x, ++i;
+  }
+  __device__ __forceinline__ void prefetch(const DispatchArgs& a, const Chunk& c) {
+    if (kAhead) load(a, c, 0, threadIdx.x);
+  }
+  __device__ __forceinline__ void prepare(const DispatchArgs& a, const Chunk& c) {
+    if (kAhead && threadIdx.x < whole(a) && c.rows) quantise(a);
+  }
   __device__ __forceinline__ void push(const DispatchArgs& a, const Chunk& c, const ChunkTargets& t) {
     const Domain& d = a.domain;
     const ep::ChannelLayout& l = a.exchange.at;
-    const QuantFormat format{a.exchange.dispatch_dtype, a.block_lanes, a.exchange.scale_layout == EP_SCALES_PACKED, a.global_scale};
-    const u32 units = d.hidden / 16, whole = (units + 31) / 32 * 32;
-    for (u32 i = 0; i < c.rows; ++i) {
-      const u32 row = c.row(i);
-      const u64 at = u64(d.me) * l.source_rows + row;
-      const Mask m = t.mask[i];
-      for (u32 u = threadIdx.x; u < whole; u += blockDim.x) {
-        const bool in = u < units;
-        float v[16];
-        if (in)
-          load16(reinterpret_cast<const T*>(a.x) + u64(a.exchange.token_of(row)) * d.hidden + u * 16, v);
-        else
-          for (float& e : v) e = 0.f;
-        const Quantised q = quantise16(v, format);
-        if (!in) continue;
-        m.each([&](u32 g) {
-          u8* region = d.region(g);
-          store_quantised(region + l.rows + at * a.row_bytes, region + l.scales + at * l.scale_bytes, u, q, format);
-        });
+    u32 next = threadIdx.x < whole(a) ? 0 : c.rows, next_unit = threadIdx.x;
+    while (next < c.rows) {
+      const u32 i = next, u = next_unit;
+      if (!kAhead) {
+        load(a, c, i, u);
+        quantise(a);
       }
+      advance(a, next, next_unit);
+      if (kAhead) load(a, c, next, next_unit);
+      const u64 at = u64(d.me) * l.source_rows + c.row(i);
+      if (u < units(a))
+        t.mask[i].each([&](u32 g) {
+          u8* region = d.region(g);
+          store_quantised(region + l.rows + at * a.row_bytes, region + l.scales + at * l.scale_bytes, u, ready, format(a));
+        });
+      if (kAhead && next < c.rows) quantise(a);
     }
   }
 };
@@ -197,10 +230,12 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
   wait_for_previous_kernel();
   AheadRows ahead;
   AheadMap ahead_map;
+  // Where the first warps are busy the last ones route first.
+  const u32 warp = Payload::kRoutesLast ? blockDim.x / 32 - 1 - threadIdx.x / 32 : threadIdx.x / 32;
   const int4* entries = reinterpret_cast<const int4*>(map);
   const bool maps = a.half & kSend && d.experts <= kMapEntries && c.rows;
   if (a.half & kSend) {
-    ahead.fetch(a, c);
+    ahead.fetch(a, c, warp);
     payload.prefetch(a, c);
     if (maps) ahead_map.fetch(entries, d.experts);
   }
@@ -217,7 +252,8 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
   if (!(a.half & kSend)) return true;
   if (blockIdx.x == 0 && threadIdx.x == 0) d.state->opened[x.channel] = now.sequence + 1;
   for (;;) {
-    const bool routed = route_chunk(a, now, c, ahead, map, s.targets);
+    const bool routed = route_chunk(a, now, c, warp, ahead, map, s.targets);
+    payload.prepare(a, c);
     if (__syncthreads_or(!routed)) {
       payload.abandon();
       return false;
@@ -228,7 +264,7 @@ __device__ __forceinline__ bool send_rows(const DispatchArgs& a, u8* shared, Sen
     const u32 following = c.index + gridDim.x;
     if (following >= x.gpu.chunks) return true;
     c = chunk_of(following, x.gpu.chunks, rows);
-    ahead.fetch(a, c);
+    ahead.fetch(a, c, warp);
     payload.prefetch(a, c);
     __syncthreads();
   }

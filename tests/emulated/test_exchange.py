@@ -83,6 +83,19 @@ def test_outputs_of_quantised_batches_are_summed_while_others_are_on_the_link(
         judge(f.run(STEPS, 180.0, plans=plans, halves=halves), BOUNDS[D.FP8])
 
 
+@pytest.mark.parametrize(("hidden", "seed"), [(1152, 0), (256, 5), (12_288, 3)])
+def test_blocks_that_quantise_several_rows(hidden: int, seed: int) -> None:
+    """From 129 rows on; 72 units of a row are no whole warps, 768 more than a block has threads."""
+    dtypes = (D.FP8, D.MXFP8, D.NVFP4)
+    layouts = (L.ROUTED, L.CONTIGUOUS) if hidden < 12_288 else (L.ROUTED,)
+    shapes = [exchange(600, dispatch=d, layout=layout) for d in dtypes for layout in layouts]
+    shape = geometry(2, shapes, hidden=hidden, experts=4, topk=2, slots=2)
+    sizes = [[300, 7], [129, 128]] if hidden < 12_288 else [[140, 3]]
+    plans = [[(i, n) for i in range(len(shapes))] for n in sizes]
+    with fleet(shape, 2, seed=seed) as f:
+        judge(f.run(STEPS, 180.0, plans=plans), BOUNDS[D.NVFP4])
+
+
 def test_small_batches_as_separate_kernels() -> None:
     kinds = ("low_latency", "expand_masked", "expand_sync", "expand_per_expert")
     shapes = [exchange(64, dispatch=d, **PRESETS[k]) for k in kinds for d in (D.BF16, D.FP8)]
