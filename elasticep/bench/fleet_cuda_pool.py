@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from elasticep import errors
 
 START_TIMEOUT_S: Final = 120.0
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 60.0
 # What a process may keep of the fleets it has served, over what the first one left: descriptors,
 # headers that are still mapped, bytes of the device (of a process that had it to itself).
 SPARE: Final = {"descriptors": 8, "headers": 0, "device_bytes": 128 << 20}

@@ -17,6 +17,7 @@ from tests.emulated.stand import Seat, Stand, over
 
 Status = native.StepStatus
 TOKENS = 5
+LEAST_VIEWS = 6
 MOST_EXCHANGES = 3  # a step has its number modulo this many
 
 
@@ -211,8 +212,10 @@ class World:
         )
 
 
-def soak(ranks: int, seconds: float, chance: int) -> Any:
-    """What happened how often; raises at the first rule that is broken."""
+def soak(ranks: int, seconds: float, chance: int, complete: int) -> Any:
+    """What happened how often, in so many seconds; on a slow machine in more, until there were
+    enough complete steps and a few views. Raises at the first rule that is broken.
+    """
     world = World(ranks, chance)
     for member in world.members:
         member.start()
@@ -222,7 +225,11 @@ def soak(ranks: int, seconds: float, chance: int) -> Any:
     world.propose(epoch, view)
     end = time.monotonic() + seconds
     progress = time.monotonic()
-    while time.monotonic() < end:
+
+    def enough() -> bool:
+        return world.notes.get("complete", 0) >= complete and epoch >= LEAST_VIEWS
+
+    while time.monotonic() < end or not enough():
         wrong = [m.wrong for m in world.members if m.wrong]
         assert not wrong, wrong
         if not world.adopted(epoch, view):

@@ -29,9 +29,12 @@ MS = 1_000_000
 EXPELLED = 2  # of a leave mark
 _ROOT = Path(__file__).parent.parent.parent
 _LIMIT_S = 120.0
+_RUN = native.StepStatus.RUN
 
 
-def run(target: str, *, seed: int = 0, sms: int = 4, **arguments: object) -> Any:
+def run(
+    target: str, *, seed: int = 0, sms: int = 4, limit_s: float = _LIMIT_S, **arguments: object
+) -> Any:
     """What `target`, "module:function", returns (as JSON), called with keyword arguments."""
     environment = {
         **os.environ,
@@ -45,7 +48,7 @@ def run(target: str, *, seed: int = 0, sms: int = 4, **arguments: object) -> Any
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=limit_s,
     )
     assert done.returncode == 0, f"{target} ended with {done.returncode}:\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -210,15 +213,21 @@ class Stand:
             self.seats[rank].end()
         return [self.seats[rank].result() for rank in ranks]
 
-    def together(self, *ranks: int, tokens: int = 0) -> list[native.StepResult]:
-        """A step of these ranks that announce tokens, tokens + 1, ... tried again until it runs;
-        what its barrier said. It must be complete.
+    def enter(self, *ranks: int, tokens: int = 0) -> list[native.StepResult]:
+        """A barrier of these ranks that announce tokens, tokens + 1, ...; what it said. Whom it
+        gave up on tries again, while the others are in the step.
         """
-        results: list[native.StepResult] = []
-        while not results or any(r.status is not native.StepStatus.RUN for r in results):
-            for i, rank in enumerate(ranks):
-                self.seats[rank].begin(tokens + i)
-            results = [self.seats[rank].result() for rank in ranks]
+        entered: dict[int, native.StepResult] = {}
+        while outside := [rank for rank in ranks if rank not in entered]:
+            for rank in outside:
+                self.seats[rank].begin(tokens + ranks.index(rank))
+            results = {rank: self.seats[rank].result() for rank in outside}
+            entered |= {r: told for r, told in results.items() if told.status is _RUN}
+        return [entered[rank] for rank in ranks]
+
+    def together(self, *ranks: int, tokens: int = 0) -> list[native.StepResult]:
+        """The same, and the end of that step, which must be complete."""
+        results = self.enter(*ranks, tokens=tokens)
         for rank in ranks:
             self.seats[rank].end()
             assert self.seats[rank].result().complete

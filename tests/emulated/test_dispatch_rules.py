@@ -31,7 +31,7 @@ def test_kernels_behind_a_barrier_that_let_no_step_run_touch_no_peer(how: StepSt
 def test_one_wait_is_on_record_until_it_is_over_and_then_the_other_channels() -> None:
     """Not parts of two, nor none because the other ended: a hang would have another root."""
     told = run(f"{SCENES}:two_waits", sms=12)
-    assert told["apart_ms"] < 500  # each since it began
+    assert told["meanwhile"]  # each since it began, not since the other was over
     assert told["over"] == 0
 
 

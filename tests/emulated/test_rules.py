@@ -80,7 +80,7 @@ def test_a_step_has_as_many_exchanges_as_tags_can_number(count: int, complete: b
 
 def test_the_daemon_is_told_when_a_wait_began() -> None:
     shape = geometry(2, [exchange(8)], experts=8)
-    with fleet(shape, 2, 1, step_timeout_ms=1200) as f:
+    with fleet(shape, 2, 1, step_timeout_ms=2500) as f:
         (found,) = f.run(f"{FORMATS}:lone_barrier")
         since = f.headers[0].status().wait_since_ns
     assert found["status"] == native.StepStatus.TIMEOUT
