@@ -8,7 +8,7 @@
 #pragma GCC diagnostic pop
 #include <cuda_fp8.h>
 
-#include "ptx.cuh"
+#include "rows.cuh"
 
 namespace epc {
 
@@ -27,8 +27,6 @@ struct Raw16 {
   }
 };
 
-__device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
-__device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
 template <class T2, class T>
 __device__ __forceinline__ void widen_pairs(const Raw16<T>& raw, float (&v)[16]) {
 #pragma unroll

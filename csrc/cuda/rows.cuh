@@ -8,6 +8,9 @@
 
 namespace epc {
 
+__device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+
 // 16 bytes of a row as floats. kElements: how many.
 struct Fp32 {
   static constexpr u32 kElements = 4;
@@ -23,8 +26,6 @@ template <class T2>
 struct Pairs {
   static constexpr u32 kElements = 8;
   static constexpr bool kScaled = false;
-  static __device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
-  static __device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
   static __device__ __forceinline__ void add(const int4& raw, float w, float* acc) {
     const T2* pair = reinterpret_cast<const T2*>(&raw);
 #pragma unroll
