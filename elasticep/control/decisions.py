@@ -217,7 +217,7 @@ def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) ->
         members=plan.members,
         expelled=tuple(sorted(left.member for left in state.left)),
         placement=plan.placement,
-        reason=plan.reason,
+        reason=f"{state.leap}; {plan.reason}" if state.leap else plan.reason,
     )
     for rank in plan.called_off:
         seat = state.seats[rank]
@@ -238,7 +238,7 @@ def _adopt_plan(state: GroupState, plan: NextView, now_ms: int, out: Outcome) ->
     state.pending.append(
         Pending(view, now_ms, plan.joiners, plan.filled, shown=plan.forms, seen=plan.forms)
     )
-    state.view, state.waiting, state.empty_since_ms = view, "", 0
+    state.view, state.waiting, state.leap, state.empty_since_ms = view, "", "", 0
     state.revoked.clear()
     _ask_again(state, plan)
     state.history.append(view.describe())

@@ -148,7 +148,7 @@ def _up(state: GroupState, seat: Seat, report: SeatReport, now_ms: int, out: Out
         return
     seat.attached, seat.heard = attached, True
     if report.epoch:
-        _runs(state, seat, report.epoch, now_ms)
+        _runs(state, seat, report.epoch, now_ms, out)
 
 
 def _empty(
@@ -172,7 +172,7 @@ def _unknown(
     if seat.live:
         state.end(seat, now_ms, "a later incarnation is reported", out, at_once=True)
     seat.incarnation, seat.node = report.incarnation, node
-    state.next_epoch = max(state.next_epoch, report.epoch + 1)
+    _past(state, seat, report.epoch, out)
     if seat.phase is Phase.GONE:
         seat.move(Phase.FENCED, now_ms, "the store does not know this incarnation")
     seat.why = "this controller does not know the incarnation; attach anew"
@@ -247,7 +247,7 @@ def adopted(state: GroupState, event: ev.Adopted, now_ms: int, out: Outcome) -> 
     if why:
         out.note("report.refused", node=event.node, rank=event.rank, why=why)
         return
-    _runs(state, seat, event.epoch, now_ms)
+    _runs(state, seat, event.epoch, now_ms, out)
 
 
 def waits(state: GroupState, event: ev.Waits, now_ms: int, out: Outcome) -> None:
@@ -272,8 +272,22 @@ def progressed(state: GroupState, event: ev.Progressed, now_ms: int, out: Outcom
             loading.observe(event.staging_done_bytes, now_ms)
 
 
-def _runs(state: GroupState, seat: Seat, epoch: int, now_ms: int) -> None:
-    state.next_epoch = max(state.next_epoch, epoch + 1)
+def _past(state: GroupState, seat: Seat, epoch: int, out: Outcome) -> None:
+    """The next view is beyond an epoch that a rank runs. If the store has lost none that is a lie,
+    for which others may pay: the view is too far ahead of what they run. So it is said who told it.
+    """
+    if epoch < state.next_epoch:
+        return
+    latest, state.next_epoch = state.next_epoch - 1, epoch + 1
+    state.leap = (
+        f"node {seat.node} says that rank {seat.rank} runs epoch {epoch}, where {latest} was the "
+        "latest known here"
+    )
+    out.note("epoch.unknown", node=seat.node, rank=seat.rank, epoch=epoch, latest=latest)
+
+
+def _runs(state: GroupState, seat: Seat, epoch: int, now_ms: int, out: Outcome) -> None:
+    _past(state, seat, epoch, out)
     seat.epoch = max(seat.epoch, epoch)
     seat.staged = {staged for staged in seat.staged if staged > epoch}
     if seat.phase in (Phase.JOINING, Phase.STAGED):

@@ -57,6 +57,9 @@ class ControllerMetrics:
         self.staging_failed = self._group_counter(
             "staging_failures", "Members that could not stage a view, or not in time."
         )
+        self.unknown_epochs = self._group_counter(
+            "unknown_epochs", "Reports of an epoch beyond all that the store knows."
+        )
         self.refused = Counter(
             "elasticep_controller_messages_refused",
             "Messages of nodes that made no sense.",
@@ -165,6 +168,8 @@ class ControllerMetrics:
             self.suspected.labels(group).inc()
         elif notice.event == "staging.failed":
             self.staging_failed.labels(group).inc()
+        elif notice.event == "epoch.unknown":
+            self.unknown_epochs.labels(group).inc()
         elif notice.event == "load.counted":
             self.tokens.labels(group).inc(fields["tokens"])
         elif notice.event == "load.window":

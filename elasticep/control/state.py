@@ -81,6 +81,7 @@ class GroupState:
         open_epoch: a view before the latest that was not adopted when this leader took over; its
             content is not known.
         next_epoch: the number that the next view gets.
+        leap: why that is beyond what was proposed here, for the next view's reason; or empty.
         in_use: (epoch, placement) of views that somebody may run in; None: not known.
         left: members that ended since the last adopted view.
         revoked: ranks that could not load what the latest view gave them.
@@ -108,6 +109,7 @@ class GroupState:
     adopted: int = 0
     open_epoch: int = 0
     next_epoch: int = 1
+    leap: str = ""
     in_use: list[tuple[int, Placement]] | None = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     revoked: set[int] = field(default_factory=set)

@@ -6,6 +6,7 @@ from elasticep.control import events as ev
 from elasticep.control.decisions import STAGE_TIMEOUT_MS
 from elasticep.control.events import Fence, Propose, SeatReport, SeatState
 from elasticep.control.heard import MOST_EPOCH, MOST_INCARNATION
+from elasticep.control.metrics import ControllerMetrics
 from elasticep.control.seats import Phase
 from elasticep.group import Timeouts
 from elasticep.testing.membership import TWO_NODES, World, formed, group_config, members
@@ -130,6 +131,34 @@ def test_an_end_that_may_not_be_in_the_store_is_told_after_the_store() -> None:
     assert not [send for send in out.now if isinstance(send, Fence)]
     fenced = {(send.rank, send.incarnation) for send in out.after if isinstance(send, Fence)}
     assert fenced == {(2, 1), (3, 1)}
+
+
+@pytest.mark.parametrize("by_hello", [False, True])
+def test_who_reports_an_epoch_that_there_never_was_is_named(by_hello: bool) -> None:
+    """Who cannot stage a view so far ahead is expelled: whose word it was has to be seen."""
+    world = formed()
+    metrics, group = ControllerMetrics(), world.config.name
+    event: ev.Event = ev.Adopted("b", 2, 1, 3)
+    if by_hello:
+        world.seat(2)[1].epoch = 3
+        reports = tuple(seat.report() for seat in world.nodes["b"].seats.values())
+        event = ev.NodeHello("b", reports)
+    out = world.membership.handle(event, world.now_ms)
+    (told,) = (notice for notice in out.notices if notice.event == "epoch.unknown")
+    assert told.fields == {"node": "b", "rank": 2, "epoch": 3, "latest": 1}
+    metrics.count(group, told)
+    assert metrics.unknown_epochs.labels(group)._value.get() == 1
+    world.take(out)
+    world.attach = False
+    world.kill(3)
+    world.settle()
+    said = "node b says that rank 2 runs epoch 3, where 1 was the latest known here"
+    assert world.view.epoch == 4
+    assert said in world.view.reason
+    assert said in world.membership.history[-1]
+    world.kill(1)
+    world.settle()
+    assert said not in world.view.reason, "once"
 
 
 def test_a_store_that_was_restored_from_a_backup_is_gone_on_from() -> None:
