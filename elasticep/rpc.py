@@ -192,6 +192,8 @@ def _why_not(address: str) -> str:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return f"{error.strerror}; stop what listens there, or choose another address"
+        if family is socket.AF_UNIX:
+            return f"{error.strerror}; make its folder, or choose one that this user may write"
         return f"{error.strerror}; choose an address of this host that this user may listen on"
     if family is socket.AF_UNIX:
         Path(path).unlink(missing_ok=True)

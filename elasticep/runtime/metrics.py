@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from errno import EADDRNOTAVAIL
+from socket import gaierror
 from threading import Thread
 from typing import Final
 from wsgiref.simple_server import WSGIServer
@@ -140,10 +142,15 @@ class MetricsPage:
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         try:
             started: tuple[WSGIServer, Thread] = start_http_server(port, host, metrics.registry)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: no name of a host
+            name = not isinstance(error, OSError) or isinstance(error, gaierror)
+            remedy = "metrics_port to another port, 0 for any free one"
+            if name or getattr(error, "errno", 0) == EADDRNOTAVAIL:
+                remedy = "metrics_host to an address of this host"
             raise ConfigError(
-                f"cannot serve /metrics on {host}:{port}: {error.strerror}; set metrics_port to "
-                "another port, 0 for any free one, or -1 for none"
+                f"cannot serve /metrics on {host}:{port}: "
+                f"{getattr(error, 'strerror', None) or error}; set {remedy}, or metrics_port to -1 "
+                "for none"
             ) from None
         self._server, self._thread = started
         self.port: int = self._server.server_port

@@ -1,12 +1,16 @@
 """Errors that cross gRPC: the caller raises what the server did, whichever side of ours it is."""
 
+import asyncio
+
 import grpc
+import grpc.aio
 import pytest
 
 from elasticep import errors
 from elasticep.client import rpc as client
-from elasticep.errors import ElasticEPError
-from elasticep.rpc import DETAILS_KEY, status_of, told_error, typed_error
+from elasticep.config import TlsConfig
+from elasticep.errors import ConfigError, ElasticEPError
+from elasticep.rpc import DETAILS_KEY, bind, status_of, told_error, typed_error
 
 
 class Failed(grpc.RpcError):
@@ -66,3 +70,11 @@ def test_who_does_not_answer_is_named() -> None:
     assert isinstance(client.typed_error(late, "/s", "x"), errors.AttachError)
     rubbish = Failed(grpc.StatusCode.INTERNAL, "", (DETAILS_KEY, b"\xff"))
     assert told_error(rubbish) is None
+
+
+def test_a_socket_without_a_folder_is_told_with_what_to_do() -> None:
+    async def listen() -> None:
+        bind(grpc.aio.server(), "unix:///nowhere/c.sock", TlsConfig())
+
+    with pytest.raises(ConfigError, match="No such file or directory; make its folder"):
+        asyncio.run(listen())
