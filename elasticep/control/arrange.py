@@ -22,12 +22,10 @@ from elasticep.control.placement import (
     plan,
     resplit,
 )
-from elasticep.control.repair import BoolArray, cover_single, keep, lost_mask
-from elasticep.control.tables import Int32Array
+from elasticep.control.repair import cover_single, keep, lost_mask
+from elasticep.control.tables import BoolArray, Int32Array, Int64Array
 from elasticep.control.views import Member
 from elasticep.group import GroupConfig
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticep.control.tables import EMPTY, Int32Array
-
-BoolArray = NDArray[np.bool_]
+from elasticep.control.tables import EMPTY, BoolArray, Int32Array
 
 _ENOUGH = 1.25  # of the mean load: a joiner with copies for this much takes its part of the tokens
 _LOST, _SINGLE, _NEAR = 6.0, 4.0, 2.0  # how much a copy is wanted; the rest is below 1

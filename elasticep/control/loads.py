@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from elasticep.control.tables import Placement
+from elasticep.control.tables import Int64Array, Placement
 from elasticep.errors import ConfigError, UsageError
 
 _UNIT = 1 << 16  # the past is kept in units of 1/65536 tokens, so that small loads fade evenly
@@ -19,8 +19,6 @@ _MOST_AT_ONCE = 1 << 32  # in one report
 MAX_HALF_LIFE = 10_000
 MAX_REPORT_BYTES = 1 << 20
 HALF_LIFE = 4  # windows
-
-Int64Array = NDArray[np.int64]
 
 
 class LoadWindow:

@@ -21,14 +21,13 @@ from typing import Any, Final
 
 from elasticep.control import events as ev
 from elasticep.control import heard, wanted
-from elasticep.control.arrange import Int64Array
 from elasticep.control.decisions import settle
 from elasticep.control.events import Outcome
 from elasticep.control.pending import Pending
 from elasticep.control.proposals import joinable
-from elasticep.control.refusals import BoolArray
 from elasticep.control.seats import Phase, Seat
 from elasticep.control.state import GroupState, Past, Saved
+from elasticep.control.tables import BoolArray, Int64Array
 from elasticep.control.views import View
 from elasticep.group import GroupConfig
 from elasticep.policies import Policies

@@ -19,7 +19,7 @@ from elasticep.errors import ConfigError, NotLeader, UsageError
 from elasticep.group import GroupConfig
 from elasticep.proto import controller_pb2
 
-_MAX_REASON: Final = 256
+MAX_REASON: Final = 256  # of what operators say
 _LOOK_S: Final = 0.1
 
 
@@ -37,7 +37,7 @@ async def rebalance(
     background = term.cluster.background[request.group]
     _check(request)
     if request.action == controller_pb2.REBALANCE_ACTION_PAUSE:
-        await term.rebalance(request.group, Pause(request.reason[:_MAX_REASON]))
+        await term.rebalance(request.group, Pause(request.reason[:MAX_REASON]))
         return _answer(term, background, None, "", accepted=True)
     if request.action == controller_pb2.REBALANCE_ACTION_RESUME:
         await term.rebalance(request.group, Resume())

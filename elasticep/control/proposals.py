@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elasticep.control.arrange import Around, Int64Array, admit, first_placement, split
+from elasticep.control.arrange import Around, admit, first_placement, split
 from elasticep.control.pending import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.placement import EMPTY, Placement
-from elasticep.control.refusals import BoolArray, Refusals, refused_slots
+from elasticep.control.refusals import Refusals, refused_slots
 from elasticep.control.repair import (
     Usable,
     fill_lost,
@@ -24,7 +24,7 @@ from elasticep.control.repair import (
     usable_slots,
 )
 from elasticep.control.seats import Phase, Seat
-from elasticep.control.tables import Int32Array
+from elasticep.control.tables import BoolArray, Int32Array, Int64Array
 from elasticep.control.views import Member, View, describe_ranks
 from elasticep.group import GroupConfig, LostExperts
 

@@ -22,7 +22,8 @@ from elasticep.control.loads import GroupLoads
 from elasticep.control.membership import Membership
 from elasticep.control.placement import EMPTY, Placement
 from elasticep.control.planning import Figures, PlanJob, Planned, group_policy
-from elasticep.control.repair import BoolArray, lost_mask
+from elasticep.control.repair import lost_mask
+from elasticep.control.tables import BoolArray
 from elasticep.control.views import View, describe_ranks
 
 _FIRST_PAUSE_MS: Final = 1_000  # after one that was abandoned; doubles

@@ -12,9 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticep.control.tables import EMPTY, Int32Array
-
-BoolArray = NDArray[np.bool_]
+from elasticep.control.tables import EMPTY, BoolArray, Int32Array
 
 REFUSAL_MS: Final = 300_000  # every retry costs two views for each node that is asked
 

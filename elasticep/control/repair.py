@@ -14,9 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticep.control.tables import EMPTY, Int32Array
+from elasticep.control.tables import EMPTY, BoolArray, Int32Array
 
-BoolArray = NDArray[np.bool_]
 Usable = BoolArray
 """bool [layers, max_ranks, slots_per_rank]: slots that may be given new content."""
 

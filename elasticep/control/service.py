@@ -24,7 +24,6 @@ from elasticep.rpc import abort
 HELLO_TIMEOUT_S: Final = 5.0
 DRAIN_TIMEOUT_S: Final = 10.0
 _MAX_RANKS: Final = 4_096  # of one drain
-_MAX_REASON: Final = 256
 _R = TypeVar("_R", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -101,7 +100,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         async def work() -> controller_pb2.DrainResponse:
             term = self._controller.leading()
             ranks = _ranks(request.ranks)
-            reason = request.reason[:_MAX_REASON]
+            reason = request.reason[: operating.MAX_REASON]
             await term.operate(request.group, ev.Drain(ranks, reason))
             membership = term.cluster.membership(request.group)
             if membership.view is None:
@@ -179,7 +178,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
         async def work() -> controller_pb2.NodeOffResponse:
             term = self._controller.leading()
-            said = request.reason[:_MAX_REASON]
+            said = request.reason[: operating.MAX_REASON]
             why = f"an operator said that node {request.node} is off{said and f': {said}'}"
             freed = await term.node_off(request.node, why)
             return controller_pb2.NodeOffResponse(
@@ -198,7 +197,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
         async def work() -> controller_pb2.DeleteGroupResponse:
             deleted, fenced = await self._controller.leading().delete_group(
-                request.group, request.reason[:_MAX_REASON], force=request.force
+                request.group, request.reason[: operating.MAX_REASON], force=request.force
             )
             return controller_pb2.DeleteGroupResponse(deleted=deleted, fenced=fenced)
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from elasticep.control.planner import resplit
 from elasticep.control.policy import PlanPolicy, RankInfo
-from elasticep.control.tables import EMPTY, Int32Array, Placement
+from elasticep.control.tables import EMPTY, BoolArray, Int32Array, Placement
 from elasticep.errors import ConfigError, PlacementError
 
-BoolArray = NDArray[np.bool_]
 _DEFAULT = PlanPolicy()
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticep.control import events as ev
-from elasticep.control.arrange import Int64Array
 from elasticep.control.events import Outcome
 from elasticep.control.pending import MAX_UNADOPTED, Goal, Pending
 from elasticep.control.placement import Placement
 from elasticep.control.refusals import Refusals
 from elasticep.control.seats import Phase, Seat
+from elasticep.control.tables import Int64Array
 from elasticep.control.views import Member, View
 from elasticep.group import GroupConfig, LostExperts
 from elasticep.policies import Policies

@@ -30,7 +30,9 @@ _VERSION = 1
 _MAX_CELLS = 1 << 26  # bound on layers * max_ranks * slots_per_rank of a placement that is read
 
 _Integer = TypeVar("_Integer", np.int32, np.uint32)
+BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 Uint32Array = NDArray[np.uint32]
 
 
