@@ -38,8 +38,8 @@ def show(socket: str, output: str, timeout_s: float) -> None:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise Unavailable(
                     f"the daemon at {socket} did not answer within {timeout_s:g} s: is its process "
-                    "stopped, or short of processor time? See its log, or wait longer with "
-                    "--timeout"
+                    "stopped, or short of processor time or file descriptors? See its log, or wait "
+                    "longer with --timeout"
                 ) from None
             raise Unavailable(
                 f"no daemon answers at {socket}: {error.details()}; is `elasticep daemon` running "

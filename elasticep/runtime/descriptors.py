@@ -53,6 +53,14 @@ def check_offer(ranks: Iterable[int]) -> None:
         )
 
 
+def used_up(what: str) -> DescriptorsShort:
+    """The error for what could not be opened, when there is no descriptor left at all."""
+    return DescriptorsShort(
+        f"{what} needs file descriptors and this process has all of its {_limit()} in use; end "
+        "what keeps connections to it, or raise its hard limit (ulimit -Hn, LimitNOFILE=) and restart it"
+    )
+
+
 def require(count: int, what: str) -> None:
     """Raise before descriptors run out in the middle of something.
 
@@ -64,7 +72,10 @@ def require(count: int, what: str) -> None:
         DescriptorsShort: fewer are left, with some to spare.
     """
     limit = _limit()
-    held = len(os.listdir("/proc/self/fd"))
+    try:
+        held = len(os.listdir("/proc/self/fd"))
+    except OSError:  # for which one descriptor is needed, too
+        raise used_up(what) from None
     if held + count + _SPARE > limit:
         raise DescriptorsShort(
             f"{what} needs {count} file descriptors; this process has {held} of {limit}, and keeps "

@@ -174,8 +174,9 @@ class SeatKeeper:
 
     def start_failed(self, error: ElasticEPError | OSError) -> seats.Ended:
         """The present incarnation cannot come up; the event that ends it."""
-        self.log.error("seat.start_failed", incarnation=self.seat.incarnation, error=str(error))
-        return self.failure.note(self.seat, error)
+        ended = self.failure.note(self.seat, error)
+        self.log.error("seat.start_failed", incarnation=self.seat.incarnation, error=ended.cause)
+        return ended
 
     def _spawn(self, incarnation: int) -> None:
         ticket = self.node.tickets.issue(self, Role.WORKER, incarnation)

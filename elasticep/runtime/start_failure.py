@@ -1,8 +1,10 @@
 """Why a seat's last start came to nothing, for the engine that waits for the seat."""
 
+import errno
 from typing import Final
 
 from elasticep.errors import AttachError, ElasticEPError
+from elasticep.runtime import descriptors
 from elasticep.runtime.seats import Ended, Seat
 
 _TRIES: Final = 3  # starts of a process that fail before an engine hears of it
@@ -17,7 +19,9 @@ class StartFailure:
 
     def note(self, seat: Seat, error: ElasticEPError | OSError) -> Ended:
         """The present incarnation cannot come up; the event that ends it."""
-        if not isinstance(error, ElasticEPError):
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            error = descriptors.used_up("its process")
+        elif not isinstance(error, ElasticEPError):
             error = AttachError(f"its process could not be started: {error}")
         self._incarnation, self._error = seat.incarnation, error
         return Ended(seat.incarnation, str(error), failed=True)

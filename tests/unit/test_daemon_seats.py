@@ -1,15 +1,19 @@
 """The seat machine: every reachable state, in a small world that knows which processes exist."""
 
 import dataclasses
+import errno
+import os
+import re
+import resource
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from elasticep.errors import AttachError, MemoryShort, UsageError
+from elasticep.errors import AttachError, DescriptorsShort, MemoryShort, UsageError
 from elasticep.native.structs import Holder, Launch
-from elasticep.runtime import seats
+from elasticep.runtime import descriptors, seats
 from elasticep.runtime.liveness.exits import ExitGate
 from elasticep.runtime.seats import Half, Seat, SeatState, advance
 from elasticep.runtime.start_failure import StartFailure
@@ -317,6 +321,27 @@ def test_a_start_that_failed_is_told_until_the_next_one() -> None:
     assert isinstance(failure.of(seat), AttachError)
     seat, _ = after(seat, seats.Granted(3), seats.Ended(3, "detached"))
     assert failure.of(seat) is None
+
+
+def test_descriptors_that_are_all_in_use_are_told_with_the_limit_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    full = OSError(errno.EMFILE, "Too many open files", "/dev/null")
+    said = r"has all of its 100 in use; end what .* raise its hard limit \(ulimit -Hn"
+    failure = StartFailure()
+    seat, _ = after(Seat(launch=Launch.SERVICE), seats.Granted(1))
+    ended = failure.note(seat, full)
+    assert re.search(said, ended.cause)
+    seat, _ = after(seat, ended, seats.Exited(RUNNER, 1))
+    assert isinstance(failure.of(seat), DescriptorsShort)
+
+    def none_left(_: str) -> list[str]:
+        raise full
+
+    monkeypatch.setattr(os, "listdir", none_left)
+    with pytest.raises(DescriptorsShort, match=said):
+        descriptors.require(8, "a seat of group 'g'")
 
 
 def test_a_worker_that_ends_again_and_again_is_told_without_waiting_for_one_that_does_not() -> None:
