@@ -57,7 +57,8 @@ def used_up(what: str) -> DescriptorsShort:
     """The error for what could not be opened, when there is no descriptor left at all."""
     return DescriptorsShort(
         f"{what} needs file descriptors and this process has all of its {_limit()} in use; end "
-        "what keeps connections to it, or raise its hard limit (ulimit -Hn, LimitNOFILE=) and restart it"
+        "what keeps connections to it, or raise its hard limit (ulimit -Hn, LimitNOFILE=) and "
+        "restart it"
     )
 
 
