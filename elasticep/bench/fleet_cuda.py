@@ -42,6 +42,7 @@ class FleetSpec:
         step_timeout_ms: a barrier this long gives up.
         ranks_on_device: ranks that run on a GPU at the same time; 0 means all that are there.
         makes: "module:class" of what makes regions and contexts in the children.
+        finish_s: functions that run longer have failed, where `finish` is not told otherwise.
     """
 
     geometry: bytes
@@ -54,6 +55,7 @@ class FleetSpec:
     step_timeout_ms: int = 30_000
     ranks_on_device: int = 0
     makes: str = CUDA_SEATS
+    finish_s: float = 60.0
 
     def shape(self) -> abi.Geometry:
         """The geometry as a structure."""
@@ -156,7 +158,7 @@ class Fleet:
 
     def finish(
         self,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         on_report: Callable[[Child, Any], None] | None = None,
         *,
         may_die: bool = False,
@@ -167,7 +169,7 @@ class Fleet:
             NativeError: a function failed (with its traceback), died or took too long.
         """
         try:
-            return self._finish(timeout_s, on_report, may_die)
+            return self._finish(timeout_s or self.spec.finish_s, on_report, may_die)
         except BaseException:
             self._failed = True
             raise
@@ -209,7 +211,7 @@ class Fleet:
                 at_sync.clear()
         return results
 
-    def run(self, target: str, timeout_s: float = 60.0, **arguments: object) -> list[Any]:
+    def run(self, target: str, timeout_s: float | None = None, **arguments: object) -> list[Any]:
         """`start` and `finish`."""
         self.start(target, **arguments)
         return self.finish(timeout_s)

@@ -10,7 +10,11 @@ from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.testing import emulated_cuda
 
 # CI's machine is slow and shared: nothing but a fault may run into these.
-PATIENCE: Final = {"exchange_timeout_ms": 60_000, "step_timeout_ms": 60_000}
+PATIENCE: Final[dict[str, Any]] = {
+    "exchange_timeout_ms": 60_000,
+    "step_timeout_ms": 60_000,
+    "finish_s": 180.0,
+}
 SET_SEED: Final = "tests.emulated.programs:set_seed"
 
 

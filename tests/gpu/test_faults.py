@@ -119,7 +119,7 @@ def test_an_expelled_rank_that_goes_on_completes_nothing() -> None:
                 fleet.children[0].connection.send("awake")
 
         fleet.start(f"{PROGRAMS}:stopped")
-        survivor, expelled = fleet.finish(60, on_report)
+        survivor, expelled = fleet.finish(on_report=on_report)
     assert survivor == {"why": native.Why.PEER_DEAD, "complete": 20, "later": True}
     assert not any(expelled["complete"])
     assert native.StepStatus.EXPELLED in expelled["status"]
