@@ -5,7 +5,7 @@ from typing import Final
 from elasticep.control import events as ev
 from elasticep.control.events import Outcome
 from elasticep.control.evidence import judge
-from elasticep.control.pending import Pending
+from elasticep.control.pending import MAX_UNADOPTED, Pending
 from elasticep.control.proposals import NextView, Situation, next_plan
 from elasticep.control.refusals import given
 from elasticep.control.seats import Phase, Seat
@@ -162,9 +162,18 @@ def end_stranded(state: GroupState, now_ms: int, out: Outcome) -> None:
     """End members that nobody can let in: they wait for a rank that runs, and none is left."""
     view, members = state.view, state.live_members()
     if view is None or not members or any(seat.running or not seat.heard for seat in members):
+        state.stranded_ms = 0
         return
     if any(pending.view.previous_epoch == 0 for pending in state.pending):
-        return  # the group forms: its first view needs nobody who runs
+        # The group forms: its first view needs nobody who runs. But no step is run with somebody
+        # dead, and no third open view can leave them out; unless word of one that runs is coming.
+        if state.unadopted < MAX_UNADOPTED or len(members) == len(view.members):
+            state.stranded_ms = 0
+            return
+        state.stranded_ms = state.stranded_ms or max(1, now_ms)
+        if now_ms - state.stranded_ms < STAGE_TIMEOUT_MS:
+            return
+    state.stranded_ms = 0
     for seat in members:
         why = f"nobody is left who runs a view before epoch {view.epoch}; the group forms anew"
         state.end(seat, now_ms, why, out, at_once=False, counts=False)

@@ -93,6 +93,7 @@ class GroupState:
         goal: what the background wants next; asked once.
         adopted_ms: when the latest view was adopted.
         empty_since_ms: when the last member ended; 0: there are members.
+        stranded_ms: since when members of a group that forms cannot go on; 0: they can.
         waiting: why no further view is proposed; empty: none is wanted.
         dirty: something happened since it was last asked which view comes next.
     """
@@ -120,6 +121,7 @@ class GroupState:
     goal: Goal | None = None
     adopted_ms: int = 0
     empty_since_ms: int = 0
+    stranded_ms: int = 0
     waiting: str = ""
     dirty: bool = True
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))

@@ -69,6 +69,14 @@ def test_a_group_created_anew_under_faults_has_nothing_of_the_old_one() -> None:
     assert anew >= 8
 
 
+@pytest.mark.parametrize("seed", [22, 56, 73])
+def test_members_that_die_while_their_group_forms_anew_leave_nobody_waiting(seed: int) -> None:
+    """Two views are open, both have somebody dead, and who is left has run neither."""
+    kinds = ("bad-staging", "lose-node", "kill-rank")
+    result = run(Scenario(seed=seed, faults=12, kinds=kinds))
+    assert not result.violations, "\n".join(map(str, result.violations))
+
+
 def test_a_rank_in_warmup_is_not_expelled_for_standing_still() -> None:
     for seed in range(10):
         result = run(Scenario(seed=seed, ranks=4, nodes=2, faults=4, kinds=("warm-rank",)))

@@ -145,6 +145,30 @@ def test_after_all_members_died_the_group_forms_anew() -> None:
     assert not view.lost
 
 
+def test_a_group_that_loses_members_twice_while_it_forms_begins_anew() -> None:
+    """No step is run with somebody dead, and there are two open views already."""
+    world = World(group_config(flap_limit=0), TWO_NODES)
+    world.run()
+    world.attach = False
+    for dead in ((2,), (0, 1)):
+        for rank in dead:
+            world.kill(rank)
+        world.run()
+    assert (world.view.epoch, world.membership.adopted_epoch) == (2, 0)
+    assert world.view.ranks == (0, 1, 3)
+    alone = world.membership.seats[3]
+    world.advance(STAGE_TIMEOUT_MS - 500)
+    assert alone.live, "word that it runs may be on its way"
+    world.advance(1_000)
+    assert (alone.incarnation, alone.live) != (1, True)
+    world.run()
+    for rank in range(4):
+        world.attach_engine(rank)
+    world.settle()
+    assert world.view.ranks == (0, 1, 2, 3)
+    assert world.view.epoch == world.membership.adopted_epoch == 3
+
+
 def test_a_group_that_forms_anew_does_not_wait_for_ever_for_a_lost_node() -> None:
     world = formed(experts=4)
     world.cut("b", gone=True)
