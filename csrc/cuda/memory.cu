@@ -143,9 +143,9 @@ int epc_region_bytes(const ep_geometry* geometry, uint64_t* bytes) {
 int epc_region_create(const ep_geometry* geometry, uint32_t device) {
   u64 bytes;
   if (int bad = epc_region_bytes(geometry, &bytes)) return bad;
+  if (int bad = use_device(device)) return bad;
   if (int bad = need_driver()) return bad;
   const Driver& d = driver();
-  if (int bad = use_device(device)) return bad;
   EPC_TRY(cudaFree(nullptr));  // there is a context now, of which cudaMemGetInfo speaks
   size_t free_bytes = 0, total_bytes = 0;
   EPC_TRY(cudaMemGetInfo(&free_bytes, &total_bytes));

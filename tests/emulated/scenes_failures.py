@@ -127,7 +127,7 @@ def no_driver(status: int) -> Any:
     with emulated_cuda.failing("cudaGetDriverEntryPointByVersion", status):
         for _ in range(2):
             with told(said):
-                cuda_library.create_region(geometry(2, exchange()), 0)
+                cuda_library.create_region(geometry(2, exchange()), 1)
     return said
 
 

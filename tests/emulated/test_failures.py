@@ -19,6 +19,7 @@ from tests.emulated.stand import run
 SCENES: Final = "tests.emulated.scenes_failures"
 INITIALISATION: Final = 3
 INSUFFICIENT_DRIVER: Final = 35
+UNKNOWN: Final = 999
 REMEDY: Final = "reset the GPU (nvidia-smi --gpu-reset) or take it out of daemon.devices"
 
 
@@ -118,6 +119,9 @@ def test_a_driver_that_cannot_be_used_is_told_with_what_to_do() -> None:
     for kind, sentence in run(f"{SCENES}:no_driver", status=INITIALISATION):
         assert kind == "UsageError"
         assert "Xid" in sentence
+    for kind, sentence in run(f"{SCENES}:no_driver", status=UNKNOWN):
+        assert kind == "DeviceFailed"
+        assert "device 1 failed" in sentence
 
 
 def test_a_host_without_gpus_has_none() -> None:
