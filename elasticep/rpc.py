@@ -131,6 +131,18 @@ def typed_error(call: grpc.aio.AioRpcError, what: str) -> ElasticEPError:
     return told_error(call) or errors.Unavailable(f"{what}: {code}: {call.details() or code}")
 
 
+def hung_up(address: str, told: str) -> bool:
+    """Whether who listens there broke off before anything was said, as over certificates.
+
+    Args:
+        address: on a Unix socket no certificate is asked for: who breaks off there has ended.
+        told: what gRPC said.
+    """
+    words = ("socket closed", "reset by peer", "handshake failed")
+    tried = "failed to connect" in told and not address.startswith("unix:")
+    return tried and any(word in told.lower() for word in words)
+
+
 def _kinds(kind: type[ElasticEPError]) -> dict[str, type[ElasticEPError]]:
     # Fenced and ExpertsLost are made from more than a sentence; no call ends with them.
     found = {} if kind in (errors.Fenced, errors.ExpertsLost) else {kind.reason: kind}

@@ -50,8 +50,6 @@ def command(file: str | None, log_format: str, log_level: str, **flags: Any) -> 
 async def _run(config: ControllerConfig, log_format: str, log_level: str) -> None:
     import os
 
-    # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.control.controller import Controller
     from elasticep.runtime.descriptors import raise_limit
     from elasticep.runtime.logs import open_log

@@ -1,7 +1,6 @@
 """`elasticep daemon`."""
 
 import asyncio
-import os
 import sys
 from typing import Any
 
@@ -73,8 +72,6 @@ async def _run(
     config = load_config(DaemonConfig, file=file, flags=flags)
     if config.tls.enabled:
         config.tls.read()  # what cannot be used is found now, not at the first dial
-    # What goes wrong in gRPC comes as an error of ours; its own lines would be no events.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elasticep.runtime import descriptors
     from elasticep.runtime.daemon import Daemon
     from elasticep.runtime.limits import Limits

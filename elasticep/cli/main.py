@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -115,6 +116,8 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; an `ElasticEPError`, and a full disk, become one line on stderr and
     exit status 1."""
+    # What goes wrong in gRPC comes as an error of ours; its own lines would stand between events.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         cli.main()
     except ElasticEPError as error:

@@ -14,7 +14,7 @@ import grpc
 
 from elasticep.errors import ConfigError, ElasticEPError, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
-from elasticep.rpc import open_channel, typed_error
+from elasticep.rpc import hung_up, open_channel, typed_error
 from elasticep.runtime.limits import MAX_OUTBOX, Limits
 from elasticep.runtime.node import Node, Signal
 
@@ -170,8 +170,13 @@ class Session:
             self._orders.connected()
             why = await self._serve(call, first)
         except grpc.aio.AioRpcError as error:
-            answer = typed_error(error, error.code().name)
+            answer = typed_error(error, "the session")
             why, refused = str(answer), isinstance(answer, ConfigError)
+            if hung_up(address, why):
+                why += (
+                    "; who listens there wants other certificates, or none: compare daemon.tls "
+                    "with the controller's tls, and see when they run out"
+                )
         except (TimeoutError, EOFError, asyncio.InvalidStateError) as error:
             why = str(error) or "no answer in time"
         except Exception as error:  # whatever it sent: the node goes on, with a new connection

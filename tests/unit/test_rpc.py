@@ -10,7 +10,7 @@ from elasticep import errors
 from elasticep.client import rpc as client
 from elasticep.config import TlsConfig
 from elasticep.errors import ConfigError, ElasticEPError
-from elasticep.rpc import DETAILS_KEY, bind, status_of, told_error, typed_error
+from elasticep.rpc import DETAILS_KEY, bind, hung_up, status_of, told_error, typed_error
 
 
 class Failed(grpc.RpcError):
@@ -70,6 +70,21 @@ def test_who_does_not_answer_is_named() -> None:
     assert isinstance(client.typed_error(late, "/s", "x"), errors.AttachError)
     rubbish = Failed(grpc.StatusCode.INTERNAL, "", (DETAILS_KEY, b"\xff"))
     assert told_error(rubbish) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "told", "yes"),
+    [
+        ("h:1", "failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", True),
+        ("h:1", "failed to connect to all addresses; Ssl handshake failed: CERTIFICATE", True),
+        ("h:1", "failed to connect to all addresses; recvmsg:Connection reset by peer", True),
+        ("h:1", "failed to connect to all addresses; Connection refused", False),
+        ("h:1", "Socket closed", False),  # of a call that was under way
+        ("unix:///c", "failed to connect to all addresses; recvmsg: reset by peer", False),
+    ],
+)
+def test_who_may_want_other_certificates(address: str, told: str, yes: bool) -> None:
+    assert hung_up(address, f"the session: UNAVAILABLE: {told}") is yes
 
 
 def test_a_socket_without_a_folder_is_told_with_what_to_do() -> None:
