@@ -45,6 +45,17 @@ __device__ void write_cell(const Domain& d, const Barrier& b, u32 to) {
   }
 }
 
+// Number and incarnation of a cell, if both are of one version; a thread. What is read behind it is at least as new.
+__device__ bool peek(const ep::Cell* cell, u64* step, u32* inc) {
+  const u64* words = reinterpret_cast<const u64*>(cell);
+  const u64 version = load_acquire(words);
+  if (!version || version & 1) return false;
+  *step = load_relaxed(words + 1);
+  *inc = u32(load_relaxed(words + 2));
+  fence_system();
+  return load_relaxed(words) == version;
+}
+
 // A warp reads one cell into scratch.
 __device__ void read_cell(const Domain& d, u32 from, u64 step, Seen* out) {
   const u32 lane = threadIdx.x % 32;

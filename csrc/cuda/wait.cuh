@@ -131,26 +131,16 @@ __device__ __forceinline__ ep::Cell* cell_at(const Domain& d, u32 on, u32 from, 
   return reinterpret_cast<ep::Cell*>(d.region(on) + d.cells + ((step & 1) * d.ranks + from) * d.cell_bytes);
 }
 
-// Number and incarnation of a cell, if both are of one version; a thread. What is read behind it is at least as new.
-__device__ __forceinline__ bool peek(const ep::Cell* cell, u64* step, u32* inc) {
-  const u64* words = reinterpret_cast<const u64*>(cell);
-  const u64 version = load_acquire(words);
-  if (!version || version & 1) return false;
-  *step = load_relaxed(words + 1);
-  *inc = u32(load_relaxed(words + 2));
-  fence_system();
-  return load_relaxed(words) == version;
-}
-
 // Whether a member has come to a barrier after this step. What it said in the step it said before its cell: flags that are
-// read after this are all there will be. Numbers up to the floor may be an earlier group's.
+// read after this are all there will be. Numbers up to the floor may be an earlier group's. The cell need not be whole: one
+// incarnation's number never falls, and whoever took the seat over says so with a leave mark or a dead word.
 __device__ __forceinline__ bool came_to_a_later_barrier(const Domain& d, u32 member) {
   const State* s = d.state;
   const u64 past = s->step > s->floor ? s->step : s->floor;
-  u64 step;
-  u32 inc;
-  for (u32 parity = 0; parity < 2; ++parity)
-    if (peek(cell_at(d, d.me, member, parity), &step, &inc) && step > past && inc == s->incarnations[member]) return true;
+  for (u32 parity = 0; parity < 2; ++parity) {
+    const u64* words = reinterpret_cast<const u64*>(cell_at(d, d.me, member, parity));
+    if (load_acquire(words + 1) > past && u32(load_relaxed(words + 2)) == s->incarnations[member]) return true;
+  }
   return false;
 }
 
