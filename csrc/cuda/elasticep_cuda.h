@@ -215,6 +215,9 @@ EP_API int epc_session_step_begin(epc_session* session, uint32_t tokens, uint32_
 /* The engine gives up the step whose barrier epc_session_step_begin put on a stream last: the waits of its kernels end at
  * once and tear it for all, though an epc_tear could only be put behind them. Call this, then epc_tear, then epc_step_end. */
 EP_API int epc_session_call_off(epc_session* session);
+/* For a caller that was interrupted and does not know what it has put on streams: waits until all of it has run, ends a step
+ * whose barrier has run without an end, torn, on `stream`; *steps: how many barriers of this session have run, and as many ends. */
+EP_API int epc_session_recount(epc_session* session, void* stream, uint64_t* steps);
 /* Waits until epc_wait_counts would not. EP_EINTR every 50 ms: call again. */
 EP_API int epc_session_await_counts(epc_session* session, uint32_t exchange, uint32_t channel);
 /* Waits until `count` barriers (or step ends) of this session have run, counted from 1, replays of a graph included. `stream`

@@ -119,6 +119,20 @@ int epc_session_call_off(epc_session* s) {
   return 0;
 }
 
+int epc_session_recount(epc_session* s, void* stream, uint64_t* steps) {
+  if (int bad = s->check_usable()) return bad;
+  EPC_TRY(cudaDeviceSynchronize());
+  const Record& record = *s->context->record;
+  if (record.begun > record.ended) {
+    if (int bad = epc_session_call_off(s)) return bad;
+    if (int bad = epc_tear(s->context.get(), stream)) return bad;
+    if (int bad = epc_step_end(s->context.get(), stream)) return bad;
+    EPC_TRY(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  }
+  *steps = record.begun;
+  return 0;
+}
+
 int epc_session_await_counts(epc_session* s, uint32_t exchange, uint32_t channel) {
   const epc_context& c = *s->context;
   if (exchange >= EP_MAX_EXCHANGES || channel >= EP_MAX_CHANNELS) return 0;  // epc_wait_counts says what is wrong

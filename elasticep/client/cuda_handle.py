@@ -70,6 +70,7 @@ class CudaHandle:
         self.context = sessions.context_of(self._session, rank, incarnation)
         self.device = torch.device("cuda", self.context.config.device)
         self._begun = False  # a barrier is on the stream without its step's end
+        self.unsure = False  # a barrier or an end may be on a stream that nobody has noted
         self._sms = ctypes.c_uint32(0)  # what the context was told last, also by torch operators
         self._args: dict[tuple[int, int], native.DispatchArgs] = {}  # of the exchange under way
 
@@ -103,8 +104,11 @@ class CudaHandle:
         self._check(code, "step barrier")
 
     def begin(self, tokens: int, timeout_ms: int) -> None:
-        """Put the step barrier on the stream."""
+        """Put the step barrier on the stream; `unsure` until the caller has noted it."""
+        self.unsure = True
         code = self._api.epc_session_step_begin(self._session, tokens, timeout_ms, self.stream)
+        if code:
+            self.unsure = False
         self._check(code, "step barrier")
         self._begun = True
 
@@ -125,6 +129,16 @@ class CudaHandle:
         if self._begun:
             self.step_tear()
             self.step_end()
+
+    def recount(self) -> int:
+        """How many steps have been put on streams, when all of them have run. One that has no end
+        gets it, torn.
+        """
+        steps = ctypes.c_uint64()
+        code = self._api.epc_session_recount(self._session, self.stream, ctypes.byref(steps))
+        self._check(code, "step barrier")
+        self._begun = self.unsure = False
+        return steps.value
 
     def wait(self, what: Wait, count: int, stream: int) -> native.StepResult:
         """Wait until the stream has run that many barriers or step ends; what the last one said.

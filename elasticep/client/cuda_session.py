@@ -195,9 +195,13 @@ class CudaSession(Session):
             exchange._operators.forget()
         step.captured = torch.cuda.is_current_stream_capturing()
         if not step.captured:
+            self._recount()
             self._arrive(step._timeout_ms)
+        unsure = self._cuda.unsure
         self._cuda.begin(step._announced, step._timeout_ms)
-        if not step.captured:
+        if step.captured:
+            self._cuda.unsure = unsure
+        else:
             self._place(step)
         self._step = step
 
@@ -214,6 +218,18 @@ class CudaSession(Session):
         self._placed += 1
         step._place, step._stream = self._placed, self._cuda.stream
         self._latest = step
+        self._cuda.unsure = False
+
+    def _recount(self) -> None:
+        """Whoever was interrupted between a launch and its note does not know which step is which:
+        a later one would be told what became of an earlier one."""
+        if self._cuda.unsure:
+            self._latest = None
+            self._placed = self._cuda.recount()
+
+    def _give_up(self) -> None:
+        self._cuda.unsure = True  # whether its end is on the stream
+        super()._give_up()
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         assert isinstance(step, CudaStep)
@@ -251,11 +267,13 @@ class CudaSession(Session):
         fenced = self._cuda.fenced()
         if fenced is not None:
             raise fenced
+        self._recount()
         self._arrive(0 if timeout is None else max(1, round(timeout * 1000)))
         step = CudaStep(self, 0 if captured is None else captured._tokens, 0)
         if captured is not None:
             step._masks = captured._masks
         step._begun = step._ended = True
+        self._cuda.unsure = True
         graph.replay()
         self._place(step)
         return step
@@ -324,7 +342,7 @@ class CudaSession(Session):
         return self._read(step, self._wait(step, Wait.BEGUN))
 
     def _wait(self, step: CudaStep, what: Wait) -> StepResult:
-        if step is not self._latest:
+        if step is not self._latest or self._cuda.unsure:
             raise UsageError(
                 "a later step has begun; ask what a barrier agreed on, and whether a step is "
                 "complete, before the next one"

@@ -30,6 +30,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "epc_session_enter": (c_int, (_SESSION, c_uint64, c_uint32, c_uint32)),
     "epc_session_step_begin": (c_int, (_SESSION, c_uint32, c_uint32, c_void_p)),
     "epc_session_call_off": (c_int, (_SESSION,)),
+    "epc_session_recount": (c_int, (_SESSION, c_void_p, POINTER(c_uint64))),
     "epc_session_await_counts": (c_int, (_SESSION, c_uint32, c_uint32)),
     "epc_session_wait": (c_int, (_SESSION, c_uint32, c_uint64, c_void_p)),
     "epc_session_slot_experts": (c_int, (_SESSION, POINTER(c_void_p))),

@@ -198,6 +198,33 @@ def _fewer(scene: Scene) -> dict[str, Any]:
     return told
 
 
+def _unnoted(scene: Scene) -> dict[str, Any]:
+    """A handler of a signal raises when the barrier is on the stream and nobody has noted it."""
+    for rank in (1, 2):
+        scene.go(rank, lambda own: whole(own, Rank.pair))
+    own = scene.ranks[0].here()
+    handle: Any = own.session._handle
+    begin = handle.begin
+
+    def once(*arguments: Any) -> None:
+        del handle.begin
+        begin(*arguments)
+        raise OwnError("of rank 0")
+
+    handle.begin = once
+    with contextlib.suppress(OwnError), own.session.step(TOKENS):
+        raise AssertionError("it did not raise")
+    with own.session.step(TOKENS) as step:  # ends that one
+        scene.join()
+        told = {"peer": scene.told[1], "late": scene.told[2]}
+        for rank in (1, 2):
+            scene.go(rank, lambda own: whole(own, Rank.pair))
+        own.pair()
+    told["own"] = ended(step)
+    scene.join()
+    return told
+
+
 def early() -> Any:
     """Rank 0 ends a step early, in every way; what each of the ranks is told, and whether rank 1 is
     at once.
@@ -208,5 +235,6 @@ def early() -> Any:
     found["between"] = _between(scene)
     found["at the barrier"] = _at_the_barrier(scene)
     found["fewer"] = _fewer(scene)
+    found["unnoted"] = _unnoted(scene)
     scene.close()
     return found

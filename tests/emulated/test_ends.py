@@ -38,7 +38,7 @@ def test_a_rank_that_ends_a_step_early_tears_it_for_all_at_once(seed: int) -> No
     minute here. The next step is complete.
     """
     found = run(f"{SCENES}_ends:early", seed=seed, sms=SMS)
-    fewer = found.pop("fewer")
+    fewer, unnoted = found.pop("fewer"), found.pop("unnoted")
     assert len(found) == 12
     for way, told in found.items():
         assert told["at_once"], (way, told)
@@ -58,6 +58,9 @@ def test_a_rank_that_ends_a_step_early_tears_it_for_all_at_once(seed: int) -> No
     for told in others:
         torn(told, rf"(rank 0 ended step N without this exchange|rank [12] left step N){where}")
     assert any("ended step" in told["why"] for told in others), fewer
+    for told in (unnoted["peer"], unnoted["late"]):
+        torn(told, r"rank [012] left step N( \(in the dispatch of exchange 'first'\))?")
+    assert unnoted["own"]["complete"], unnoted
     assert fewer["next"]["complete"], fewer
 
 

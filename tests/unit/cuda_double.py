@@ -44,6 +44,7 @@ class Handle:
         self.context = SimpleNamespace(received=self._received, result=self.result)
         self.calls: list[str] = []
         self.begun = self.ended = 0
+        self.unsure = False
         self.status = StepStatus.RUN
         self.epoch, self.complete, self.staged = 1, True, 1
         self.why: Fenced | None = None
@@ -115,6 +116,7 @@ class Handle:
         if self.why:
             raise self.why
         self.calls.append(f"begin {tokens}")
+        self.unsure = True
         self.begun += 1
 
     def step_end(self) -> bool:
@@ -128,6 +130,11 @@ class Handle:
 
     def step_cancel(self) -> None:
         self.calls.append("cancel")
+
+    def recount(self) -> int:
+        self.calls.append("recount")
+        self.unsure, self.ended = False, self.begun
+        return self.begun
 
     def wait(self, what: int, count: int, stream: int) -> Any:
         if self.broken:

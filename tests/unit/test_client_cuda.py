@@ -438,3 +438,29 @@ def test_a_graph_is_replayed_until_it_is_complete(
     assert (step.number, step.complete) == (3, True)
     assert handle.calls.count("graph") == 3
     assert step.token_ok.shape == (3,)
+
+
+def test_a_replay_that_nobody_noted_is_not_taken_for_the_next(make: Callable[..., Any]) -> None:
+    """A handler of a signal raised when it had been launched: the next one is the third."""
+    handle = Handle()
+    session = make(handle)
+
+    def replay() -> None:
+        handle.begun += 1
+        handle.ended += 1
+
+    def interrupted() -> None:
+        replay()
+        raise KeyboardInterrupt
+
+    first = session.replay(SimpleNamespace(replay=replay))
+    with pytest.raises(KeyboardInterrupt):
+        session.replay(SimpleNamespace(replay=interrupted))
+    with pytest.raises(UsageError, match="a later step has begun"):
+        _ = first.complete  # it would be told what became of the second
+    third = session.replay(SimpleNamespace(replay=replay))
+    assert third.complete
+    assert handle.calls.count("recount") == 1
+    assert "wait ended 3" in handle.calls
+    with pytest.raises(UsageError, match="a later step has begun"):
+        _ = first.complete
