@@ -160,6 +160,9 @@ EP_API int ep_watcher_unwatch(ep_watcher* watcher, uint64_t key);
 /* Headers (own and peers' of the domain) that get the dead words of group_key. */
 EP_API int ep_watcher_peer_add(ep_watcher* watcher, uint64_t group_key, ep_header_map* header);
 EP_API int ep_watcher_peer_remove(ep_watcher* watcher, uint64_t group_key, ep_header_map* header);
+/* Looks at all locks now, in the caller's thread: for one who has another sign of a death, while the watcher's own thread
+ * may not have the processor. */
+EP_API void ep_watcher_look(ep_watcher* watcher);
 EP_API void ep_watcher_free(ep_watcher* watcher);
 
 /* ---- messages between daemon and runner/engine, over SEQPACKET ------------------------------------------------- */

@@ -216,6 +216,11 @@ int ep_watcher_peer_remove(ep_watcher* watcher, uint64_t group_key, ep_header_ma
   return 0;
 }
 
+void ep_watcher_look(ep_watcher* watcher) {
+  std::lock_guard<std::mutex> guard(watcher->mutex);
+  for (auto& w : watcher->watches) watcher->look(w);
+}
+
 void ep_watcher_free(ep_watcher* watcher) {
   watcher->stop.store(true);
   watcher->ring_bell();

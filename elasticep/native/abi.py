@@ -150,6 +150,7 @@ PROTOTYPES: Final[dict[str, _Prototype]] = {
     "ep_watcher_unwatch": (c_int, (c_void_p, c_uint64)),
     "ep_watcher_peer_add": (c_int, (c_void_p, c_uint64, c_void_p)),
     "ep_watcher_peer_remove": (c_int, (c_void_p, c_uint64, c_void_p)),
+    "ep_watcher_look": (None, (c_void_p,)),
     "ep_watcher_free": (None, (c_void_p,)),
     "ep_worker_run": (c_int, (c_char_p, c_char_p)),
     "ep_session_open": (c_int, (c_char_p, c_char_p, c_uint32, POINTER(c_void_p))),

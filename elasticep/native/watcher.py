@@ -75,6 +75,12 @@ class Watcher:
         """Forget a header; to be called before it is closed."""
         abi.check(abi.api().ep_watcher_peer_remove(self._address, group_key, header.address), "")
 
+    def look(self) -> None:
+        """Look at all locks now: a socket that closed says that a process may have died, when the
+        thread has not got the processor yet. What is found is done and told as if by the thread.
+        """
+        abi.api().ep_watcher_look(self._address)
+
     def close(self) -> None:
         """End the thread."""
         if self._address:

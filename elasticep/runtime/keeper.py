@@ -311,6 +311,7 @@ class SeatKeeper:
 
     def unlink(self, connection: Connection) -> None:
         """A connection is over; who dies is told by locks and processes, not by this."""
+        self.node.watcher.look()  # a process's locks are marked before its sockets close
         if self.runner_link is connection:
             self.runner_link = None
         if self.engine_link is connection:

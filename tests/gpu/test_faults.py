@@ -62,6 +62,7 @@ def kill(fleet: Fleet, rank: int) -> tuple[int, dict[str, float]]:
                 if key.data != "futex_ms":
                     found[key.data] = (now_ns - killed_ns) / 1e6
                     ready.unregister(key.fileobj)
+                    fleet.watcher.look()  # as a daemon does
                     continue
                 for event in fleet.watcher.events():
                     if event.key == rank and event.kind == abi.EventKind.DIED:

@@ -245,7 +245,8 @@ def test_failed_start_says_why_and_leaves_nothing_behind(
     done = demo(folder, "--output", "json", ELASTICEP_ETCD=etcd)
     assert done.returncode == 1
     assert message in done.stderr
-    assert message.removeprefix("error: UNAVAILABLE: ") in json.loads(done.stdout)["error"]["message"]
+    told = json.loads(done.stdout)["error"]["message"]
+    assert message.removeprefix("error: UNAVAILABLE: ") in told
     assert left_behind(folder) == []
 
 

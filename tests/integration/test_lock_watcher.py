@@ -1,5 +1,6 @@
 """What a watcher tells of locks that changed more than once between two of its looks."""
 
+import mmap
 import os
 import select
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 from elasticep.native import abi
+from elasticep.native.region import Header
+from elasticep.native.watcher import Watcher
 from elasticep.testing.local_group import LocalGroup
 from elasticep.testing.processes import stop
 from elasticep.testing.small import exchange, geometry
@@ -86,3 +89,36 @@ def test_a_lock_that_was_let_go_and_taken_anew_meanwhile_is_told_of() -> None:
             ]
         finally:
             watching.close()
+
+
+def make_deaf(header_fd: int, pid: int) -> None:
+    """Let the kernel wake nobody when this process, which holds locks of the header, dies."""
+    waiters = 1 << 31
+    held = {waiters | int(thread) for thread in os.listdir(f"/proc/{pid}/task")}
+    with mmap.mmap(header_fd, 0) as memory, memoryview(memory).cast("I") as words:
+        found = [i for i in range(len(words)) if words[i] in held]
+        for i in found:
+            words[i] &= ~waiters
+    assert found
+
+
+def test_who_has_another_sign_of_a_death_looks_at_the_locks_itself() -> None:
+    """The watcher's thread sleeps, for a second at most where it is not woken; the dead word and
+    the event are there as soon as somebody looks.
+    """
+    with LocalGroup(geometry(1, exchange(), launch=abi.Launch.SERVICE)) as group:
+        header, watcher = Header(group.header_fd(0), group.layout.digest), Watcher()
+        try:
+            watcher.watch(1, 1, header)
+            kinds: list[abi.EventKind] = []
+            while abi.EventKind.HELD not in kinds:
+                assert select.select([watcher.fd], [], [], _DEADLINE_S)[0]
+                kinds += [event.kind for event in watcher.events()]
+            make_deaf(group.header_fd(0), group.worker_pid(0))
+            group.kill_worker(0)
+            watcher.look()
+            assert [event.kind for event in watcher.events()] == [abi.EventKind.DIED]
+            assert header.status().fenced
+        finally:
+            watcher.close()
+            header.close()
