@@ -180,6 +180,15 @@ def _at_the_barrier(scene: Scene) -> dict[str, Any]:
     return _told(scene, step, scene.at_once(), raised)
 
 
+def _told_and_again(scene: Scene) -> dict[str, Any]:
+    """How the step ended for the others, who go on to the next one."""
+    scene.join()
+    told = {"peer": scene.told[1], "late": scene.told[2]}
+    for rank in (1, 2):
+        scene.go(rank, lambda own: whole(own, Rank.pair))
+    return told
+
+
 def _fewer(scene: Scene) -> dict[str, Any]:
     """Rank 0 ends a step with an exchange less than the others, and goes on to the next barrier."""
     for rank in (1, 2):
@@ -187,11 +196,7 @@ def _fewer(scene: Scene) -> dict[str, Any]:
     own = scene.ranks[0].here()
     first = whole(own, Rank.pair)
     with own.session.step(TOKENS) as second:
-        told = {"at_once": scene.at_once(), "own": first}
-        scene.join()
-        told |= {"peer": scene.told[1], "late": scene.told[2]}
-        for rank in (1, 2):
-            scene.go(rank, lambda own: whole(own, Rank.pair))
+        told = {"at_once": scene.at_once(), "own": first} | _told_and_again(scene)
         own.pair()
     told["next"] = ended(second)
     scene.join()
@@ -215,10 +220,7 @@ def _unnoted(scene: Scene) -> dict[str, Any]:
     with contextlib.suppress(OwnError), own.session.step(TOKENS):
         raise AssertionError("it did not raise")
     with own.session.step(TOKENS) as step:  # ends that one
-        scene.join()
-        told = {"peer": scene.told[1], "late": scene.told[2]}
-        for rank in (1, 2):
-            scene.go(rank, lambda own: whole(own, Rank.pair))
+        told = _told_and_again(scene)
         own.pair()
     told["own"] = ended(step)
     scene.join()
