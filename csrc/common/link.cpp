@@ -224,7 +224,10 @@ bool Link::reconnect() {
   }
   if (answer.head.type != EP_MSG_WELCOME) {
     ::close(fd);
-    if (answer.head.type == EP_MSG_REFUSED && answer.head.status != -EAGAIN) quit_.store(true);
+    if (answer.head.type == EP_MSG_REFUSED && answer.head.status != -EAGAIN) {
+      handler_(answer);
+      quit_.store(true);
+    }
     return false;
   }
   std::lock_guard<std::mutex> guard(send_mutex_);

@@ -35,7 +35,8 @@ class Link {
   ~Link();
   // Connects and says hello; *welcome is the answer. EP_EGONE when nobody answers, or the daemon's refusal.
   int open(const std::string& path, uint32_t role, const std::string& ticket, unsigned timeout_ms, Received* welcome);
-  // From now on a thread handles messages; after a lost connection it reconnects and offers these fds again.
+  // From now on a thread handles messages; after a lost connection it reconnects and offers these fds again. A REFUSED then is
+  // the last message.
   void start(Handler handler, std::vector<int> own_fds);
   void send(const ep_message& message);
   // Never waits, and may lose the message: for news that will come again.

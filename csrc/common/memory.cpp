@@ -230,6 +230,12 @@ void failpoint_hit(Failpoint& f) {
   raise(f.action.load() == EP_FAIL_KILL ? SIGKILL : SIGSTOP);
 }
 
+bool refused(const ep_message& answer, Header& h, u32 inc) {
+  if (answer.type != EP_MSG_REFUSED) return false;
+  if (answer.status == EP_EFENCED) fence(h, inc, 0, answer.text);
+  return true;
+}
+
 void fence(Header& h, u32 inc, u64 epoch, const char* text) {
   if (h.fenced.load() < inc) {
     h.fenced_epoch.store(epoch);

@@ -25,5 +25,8 @@ Header* header_of(ep_header_map* map);
 // What a header says now; holders that the kernel marked dead count as none.
 void snapshot(const Header& h, ep_status* out);
 void fence(Header& header, u32 inc, u64 epoch, const char* text);
+// Whether a daemon refused to have this incarnation back. One that is over is fenced, so that its engine hears why: the daemon
+// may know only an earlier one, if its disk was full when the seat was granted anew.
+bool refused(const ep_message& answer, Header& header, u32 inc);
 
 }  // namespace ep

@@ -106,7 +106,7 @@ void serve_channel(Runner& runner, u32 channel, const std::atomic<bool>& stop) {
 }
 
 void handle_stage(Runner& runner, Link& link, Received& message) {
-  if (message.head.type != EP_MSG_STAGE) return;
+  if (refused(message.head, runner.header(), link.incarnation) || message.head.type != EP_MSG_STAGE) return;
   ep_message answer{};
   answer.magic = EP_MSG_MAGIC;
   answer.type = EP_MSG_STAGED;

@@ -38,6 +38,7 @@ int open_session(const char* socket_path, const char* ticket, uint32_t timeout_m
   ep_session* raw = s.get();
   s->link.start([raw](Received& m) {
     if (raw->runner) handle_stage(*raw->runner, raw->link, m);
+    else refused(m.head, raw->header(), raw->link.incarnation);
   }, {welcome.take(0), welcome.take(1)});
   *out = s.release();
   return 0;

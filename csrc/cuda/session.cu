@@ -67,7 +67,7 @@ void epc_session::tell(u32 type, u64 a, u64 b, int status, const char* text) {
 
 // The link goes on while a view is staged: a later one may call off what an earlier one has copied.
 void epc_session::on_message(ep::Received& message) {
-  if (message.head.type != EP_MSG_STAGE) return;
+  if (ep::refused(message.head, header(), link.incarnation) || message.head.type != EP_MSG_STAGE) return;
   auto kept = std::make_unique<ep::Received>();
   kept->head = message.head;
   kept->body.swap(message.body);

@@ -56,6 +56,27 @@ def test_processes_outlive_the_daemon_and_come_back(launch: Launch, number: sign
         assert lab.engine(daemon, "g", 1).up().pid
 
 
+@pytest.mark.parametrize("launch", list(Launch))
+def test_who_is_unknown_to_a_daemon_that_is_back_is_told(launch: Launch) -> None:
+    """Its disk was full when the seat was granted anew: the file tells of the one before."""
+    with Lab() as lab:
+        lab.create(small_config(launch=launch))
+        daemon = lab.daemon("n0", "g:0")
+        lab.ready(0)
+        first = lab.engine(daemon, "g", 0).up()
+        kept = daemon.folder / "daemon.state"
+        before = kept.read_bytes()
+        first.close()
+        lab.ready(0, 2)
+        second = lab.engine(daemon, "g", 0).up()
+        daemon.kill()
+        kept.write_bytes(before)
+        daemon.start()
+        heard = second.ask("step 60000")
+        assert heard.startswith("error Fenced"), heard
+        assert "rank 0 incarnation 2 was expelled: " in heard
+
+
 def test_what_died_while_the_daemon_was_away_is_dead_when_it_is_back() -> None:
     with Lab() as lab:
         lab.create(small_config())
