@@ -27,7 +27,7 @@ from elasticep.testing.controllers import (
     refused,
     until,
 )
-from elasticep.testing.nodes import FakeNodes
+from elasticep.testing.nodes import FakeNode, FakeNodes
 
 SMALL = group_config(ranks=2, experts=4, slots=4, flap_limit=0)
 
@@ -43,6 +43,11 @@ async def keys_of(bench: Bench, group: str) -> list[str]:
     items = (await store.list(records.group_prefix(group))).items
     await store.close()
     return [item.key for item in items]
+
+
+def forgotten(node: FakeNode) -> list[controller_pb2.GroupForgotten]:
+    """What it was told to forget; other orders may have followed."""
+    return [order.forgotten for order in node.orders if order.WhichOneof("body") == "forgotten"]
 
 
 def page(controller: Controller) -> str:
@@ -66,10 +71,8 @@ def test_a_group_is_deleted_and_created_anew_with_another_geometry(run: Run) -> 
             assert not (await cluster(controller.address)).groups
             for name in TWO_NODES:
                 node = nodes.nodes[name]
-                await nodes.until(
-                    lambda n=node: n.orders[-1].WhichOneof("body") == "forgotten"  # type: ignore[misc]
-                )
-                gone = node.orders[-1].forgotten
+                await nodes.until(lambda n=node: bool(forgotten(n)))  # type: ignore[misc]
+                gone = forgotten(node)[0]
                 assert (gone.incarnation, gone.epoch) == (2, 2)
                 assert gone.reason == "group 'g' was deleted: too large"
             fenced = [order.fence for order in orders(nodes, 0, "fence")]
@@ -115,10 +118,7 @@ def test_a_deletion_survives_a_change_of_the_leader_and_what_it_left_is_cleared(
             # A node that was down all the time has ranks of the old group.
             assert away.seats[2].incarnation == 1
             away.start()
-            await nodes.until(
-                lambda: "forgotten" in [order.WhichOneof("body") for order in away.orders],
-                "its ranks to be forgotten",
-            )
+            await nodes.until(lambda: bool(forgotten(away)), "its ranks to be forgotten")
             await nodes.until(lambda: nodes.epoch == 2, "the new group's first view")
             assert nodes.members == [0, 1]
             assert away.seats[2].state == away.seats[3].state == 1, "its old ranks have ended"
