@@ -132,12 +132,12 @@ class CudaHandle:
 
     def recount(self) -> int:
         """How many steps have been put on streams, when all of them have run. One that has no end
-        gets it, torn.
+        gets it, torn. `unsure` until the caller has noted it.
         """
         steps = ctypes.c_uint64()
         code = self._api.epc_session_recount(self._session, self.stream, ctypes.byref(steps))
         self._check(code, "step barrier")
-        self._begun = self.unsure = False
+        self._begun = False
         return steps.value
 
     def wait(self, what: Wait, count: int, stream: int) -> native.StepResult:

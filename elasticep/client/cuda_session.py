@@ -226,6 +226,7 @@ class CudaSession(Session):
         if self._cuda.unsure:
             self._latest = None
             self._placed = self._cuda.recount()
+            self._cuda.unsure = False
 
     def _give_up(self) -> None:
         self._cuda.unsure = True  # whether its end is on the stream

@@ -137,26 +137,27 @@ def test_what_an_allocator_cannot_do_ends_the_incarnation_with_the_reason(librar
         assert reason_of(caught.value) == "MEMORY_SHORT"
 
 
-def test_a_device_that_is_not_there_is_told_with_its_setting(libraries: Path) -> None:
+def refusal(libraries: Path, device: int) -> tuple[str, str]:
+    """Reason and text with which an attach to a seat on a device is refused."""
     with Lab() as lab:
         lab.create(on_gpu())
-        daemon = start(lab, libraries, "g:0", "--devices", "8")
+        daemon = start(lab, libraries, "g:0", "--devices", str(device))
         with pytest.raises(grpc.RpcError) as caught:
             daemon.attach("g", 0, wait_ms=60_000)
-        text = str(cast(grpc.Call, caught.value).details())
-        assert reason_of(caught.value) == "USAGE"
-        assert "device 8: invalid device ordinal; this node has 0 usable GPUs" in text
-        assert "daemon.devices" in text
+        return reason_of(caught.value), str(cast(grpc.Call, caught.value).details())
+
+
+def test_a_device_that_is_not_there_is_told_with_its_setting(libraries: Path) -> None:
+    reason, text = refusal(libraries, 8)
+    assert reason == "USAGE"
+    assert "device 8: invalid device ordinal; this node has 0 usable GPUs" in text
+    assert "daemon.devices" in text
 
 
 def test_a_device_that_is_broken_is_told_as_such(libraries: Path) -> None:
-    with Lab() as lab:
-        lab.create(on_gpu())
-        daemon = start(lab, libraries, "g:0", "--devices", "9")
-        with pytest.raises(grpc.RpcError) as caught:
-            daemon.attach("g", 0, wait_ms=60_000)
-        assert reason_of(caught.value) == "DEVICE_FAILED"
-        assert "region on device 9: device 9 failed" in str(cast(grpc.Call, caught.value).details())
+    reason, text = refusal(libraries, 9)
+    assert reason == "DEVICE_FAILED"
+    assert "region on device 9: device 9 failed" in text
 
 
 def test_an_engine_hears_at_once_that_there_is_no_cuda_library(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Handle:
 
     def recount(self) -> int:
         self.calls.append("recount")
-        self.unsure, self.ended = False, self.begun
+        self.ended = self.begun
         return self.begun
 
     def wait(self, what: int, count: int, stream: int) -> Any:
