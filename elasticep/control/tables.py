@@ -13,7 +13,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -107,6 +107,7 @@ class Placement:
     experts: int
     slot_expert: Int32Array
     slot_weight: Uint32Array
+    _packed: bytes = field(default=b"", init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in (("slot_expert", np.int32), ("slot_weight", np.uint32)):
@@ -281,8 +282,15 @@ class Placement:
         )
 
     def to_bytes(self) -> bytes:
-        """Self-contained compressed form for the store; sizes included."""
-        return self._header() + zlib.compress(b"".join(self.to_tables()), level=6)
+        """Self-contained compressed form for the store; sizes included.
+
+        The largest take half a second, so it is done once: whoever packs one in a thread spares
+        the leader's loop of it.
+        """
+        if not self._packed:
+            packed = self._header() + zlib.compress(b"".join(self.to_tables()), level=6)
+            object.__setattr__(self, "_packed", packed)
+        return self._packed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

@@ -3,8 +3,9 @@
 import pytest
 
 from elasticep.control.background import Ask, Pause, Resume
+from elasticep.control.operating import read_plan
 from elasticep.control.placement import InvalidPlacement, Placement
-from elasticep.control.planfile import import_json
+from elasticep.control.planfile import export_json, import_json
 from elasticep.control.rebalance import HELD, Doing
 from elasticep.testing.balanced import Balanced, hot_rank, swapped
 
@@ -110,6 +111,17 @@ def test_an_import_that_cannot_be_reached_any_more_is_not_waited_for() -> None:
     group.until(lambda: not rebalancer.asked)
     assert not rebalancer.held
     assert group.world.view.ranks == (0, 1, 2)
+
+
+def test_the_leader_packs_no_plan_that_was_read_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest take half a second, in which it would hear of no death."""
+    group = Balanced(experts=8, slots=4)
+    view = group.world.view
+    wanted = read_plan(export_json(swapped(view.placement), view.ranks), group.world.config, view)
+    monkeypatch.setattr("elasticep.control.tables.zlib.compress", None)
+    group.operate(Ask("import", wanted))
+    assert group.world.saved_rebalance is not None
+    assert Placement.from_bytes(group.world.saved_rebalance.placement) == wanted
 
 
 def test_case_18_a_plan_that_is_nested_too_deeply_is_a_typed_error() -> None:
