@@ -114,10 +114,17 @@ class DaemonProcess:
                 pass_fds=self.pass_fds,
             )
         if wait:
-            self._wait_ready(len(already))
+            self.wait_ready(len(already))
         return self
 
-    def _wait_ready(self, already: int) -> None:
+    def wait_ready(self, already: int = 0) -> None:
+        """Until it has been ready once more than so many times.
+
+        Raises:
+            RuntimeError: it has ended; carries its log.
+            TimeoutError: it takes too long.
+        """
+
         def ready() -> bool:
             assert self.process is not None
             if self.process.poll() is not None:

@@ -1,12 +1,13 @@
 """Engines on emulated GPUs whose experts lie in memory of the daemons: a whole cluster."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elasticep.testing import emulated_cuda
-from tests.gpu import weights_scenes
-from tests.gpu.client_cluster import both
+from tests.gpu import client_cluster, weights_scenes
+from tests.gpu.client_cluster import Cluster, Failed, both
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(400)
@@ -30,3 +31,10 @@ def test_eager_steps_compare_what_they_compute_with_with_their_view(tmp_path: Pa
         assert (
             both([engine], "copied")[0]["slots"] == weights_scenes.LAYERS * weights_scenes.EXPERTS
         )
+
+
+def test_a_cluster_whose_controller_ends_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_cluster, "sys", SimpleNamespace(executable="/bin/false"))
+    config = {"name": "none", "geometry": {"max_ranks": 1}}
+    with pytest.raises(Failed, match="controller ended with 1"), Cluster(config, gpus=1):
+        pass

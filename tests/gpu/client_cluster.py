@@ -17,6 +17,7 @@ from elasticep.native.cuda_library import device_count
 from elasticep.testing.node import DaemonProcess, wait_for
 
 DEADLINE_S: Final = 90.0
+_SHOWN: Final = 2000  # characters of a log
 
 
 def note(file: str, name: str, value: Any) -> None:
@@ -179,15 +180,22 @@ class Cluster:
 
     def __enter__(self) -> Self:
         try:
-            wait_for(lambda: (self.folder / "c.sock").exists() or None, "the controller")
+            wait_for(self._listens, "the controller")
             for daemon in self.daemons:
                 daemon.start(wait=False)
             for daemon in self.daemons:
-                wait_for(lambda d=daemon: d.events("daemon.ready") or None, "a daemon")
+                daemon.wait_ready()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _listens(self) -> bool:
+        status = self._controller.poll()
+        if status is not None:
+            log = self._controller_log.read_text()[-_SHOWN:]
+            raise Failed(f"the controller ended with {status}: {log}")
+        return (self.folder / "c.sock").exists()
 
     def engine(self, rank: int) -> Engine:
         """A new process that has not attached yet."""
