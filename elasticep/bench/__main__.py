@@ -24,7 +24,13 @@ def main(arguments: Sequence[str]) -> int:
         lines = [f"  {name:<11} {what}" for name, what in BENCHES.items()]
         click.echo("usage: python -m elasticep.bench NAME ...\n" + "\n".join(lines), err=True)
         return 0 if list(arguments) in (["-h"], ["--help"]) else 2
-    module = importlib.import_module(f"elasticep.bench.{arguments[0]}")
+    try:
+        module = importlib.import_module(f"elasticep.bench.{arguments[0]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "elasticep":
+            raise
+        click.echo(f"bench {arguments[0]} needs the Python module {error.name}", err=True)
+        return 1
     return int(module.main(list(arguments[1:])))
 
 

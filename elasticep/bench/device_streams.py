@@ -6,6 +6,7 @@ at once and in no stream, so what must be in a stream's order is put there by `c
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -71,6 +72,26 @@ def pause(cycles: int, stream: Any) -> None:
         return
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
+
+
+class Mark:
+    """The moment at which the current stream comes here. Emulated: it is waited for."""
+
+    def __init__(self) -> None:
+        self._event: Any = None
+        self._ns = 0
+        if EMULATED:
+            synchronize()
+            self._ns = time.monotonic_ns()
+        else:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def us_until(self, later: "Mark") -> float:
+        """Microseconds between two that have come."""
+        if EMULATED:
+            return (later._ns - self._ns) / 1e3
+        return float(self._event.elapsed_time(later._event)) * 1e3
 
 
 class Graph:

@@ -22,16 +22,29 @@ import torch.distributed as dist
 
 from elasticep.bench import fleet_cuda
 from elasticep.bench.device_cuda import arrived, dispatch_args
+from elasticep.bench.device_streams import (
+    EMULATED,
+    Graph,
+    Mark,
+    current_stream,
+    device_of,
+    pause,
+    synchronize,
+    use,
+)
 from elasticep.bench.exchange_cuda_cases import (
     DECODE_CAP,
     MODELS,
+    SHAPES,
     VARIANTS,
     Batch,
+    Variant,
     groups,
     model_geometry,
     remote_bytes,
 )
 from elasticep.bench.fleet_cuda_child import Member
+from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.errors import ElasticEPError
 from elasticep.native import abi, cuda_library
 from elasticep.native import cuda as native
@@ -74,95 +87,111 @@ def spread(values: list[float]) -> list[float]:
 
 class Timer:
     """Times calls as described above; every rank calls it with the same arguments. Ranks that
-    share a GPU are aligned by the step barrier alone, and take turns on it: such times say that
-    a run works, and nothing else."""
+    share a GPU take turns on it: such times say that a run works, and nothing else. Without NCCL
+    ranks are aligned by the step barrier alone.
 
-    def __init__(self, context: native.CudaContext, runs: int) -> None:
+    Attributes:
+        alone: this rank has its GPU to itself.
+        nccl: ranks are aligned by it, and it can be timed.
+    """
+
+    def __init__(self, context: native.CudaContext, runs: int, alone: bool) -> None:
         self.context = context
         self.runs = runs
-        self.alone = dist.get_backend() == "nccl"
-        self.warm = 3 if self.alone else 1
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        self.one = torch.ones(1, device="cuda")
+        self.alone = alone
+        self.nccl = dist.get_backend() == "nccl"
+        self.warm = 3 if self.nccl else 1
+        device = device_of(context.config.device)
+        self.flush = torch.empty(0 if EMULATED else FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self.one = torch.ones(1, device=device)
+
+    def align(self) -> None:
+        """Let the host be ahead of the device, and the ranks begin together."""
+        if self.alone:
+            pause(SLEEP_CYCLES, current_stream())
+        if self.nccl:
+            dist.all_reduce(self.one)
 
     def __call__(self, calls: Sequence[Callable[[], object]], tokens: int) -> list[float]:
         """Median of each call and, last, of all of them without a gap; maximum over ranks."""
         spans: list[list[float]] = [[] for _ in range(len(calls) + 1)]
         for i in range(2 * (self.runs + self.warm)):
             split = i % 2 == 0
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = current_stream().cuda_stream
             self.flush.zero_()
             if self.alone:
-                torch.cuda._sleep(SLEEP_CYCLES)
+                pause(SLEEP_CYCLES, current_stream())
             self.context.step_begin(tokens, stream)
-            if self.alone:
+            if self.nccl:
                 dist.all_reduce(self.one)
-            marks[0].record()
+            marks = [Mark()]
             for j, call in enumerate(calls):
                 call()
                 if split and j + 1 < len(calls):
-                    marks[j + 1].record()
-            marks[-1].record()
+                    marks.append(Mark())
+            marks.append(Mark())
             self.context.step_end(stream)
-            torch.cuda.synchronize()
+            synchronize()
             if i < 2 * self.warm:
                 continue
             if not split:
-                spans[-1].append(marks[0].elapsed_time(marks[-1]) * 1e3)
+                spans[-1].append(marks[0].us_until(marks[-1]))
                 continue
             for j in range(len(calls)):
-                spans[j].append(marks[j].elapsed_time(marks[j + 1]) * 1e3)
+                spans[j].append(marks[j].us_until(marks[j + 1]))
         return spread([statistics.median(s) for s in spans])
 
 
-def steady_us(context: native.CudaContext, pair: Callable[[], None], tokens: int) -> float:
+def steady_us(timer: Timer, pair: Callable[[], None], tokens: int) -> float:
     """Microseconds per dispatch + combine inside one captured step of 20 of them."""
-    repeats = 20
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    context = timer.context
+    repeats, rounds = (2, 3) if EMULATED else (20, 12)
+    synchronize()
+    graph = Graph()
     dist.barrier()
-    with torch.cuda.graph(graph):
-        stream = torch.cuda.current_stream().cuda_stream
+    with graph.capture() as stream:
         context.step_begin(tokens, stream)
         for _ in range(repeats):
             pair()
         context.step_end(stream)
-    empty = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(empty):
-        stream = torch.cuda.current_stream().cuda_stream
+    empty = Graph()
+    with empty.capture() as stream:
         context.step_begin(tokens, stream)
         context.step_end(stream)
     spans: dict[bool, list[float]] = {False: [], True: []}
-    one = torch.ones(1, device="cuda")
-    for i in range(24):
+    for i in range(2 * rounds):
         full = i % 2 == 0
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP_CYCLES)
-        dist.all_reduce(one)
-        begin.record()
+        timer.align()
+        begin = Mark()
         (graph if full else empty).replay()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 4:
-            spans[full].append(begin.elapsed_time(end) * 1e3)
+        end = Mark()
+        synchronize()
+        if i >= rounds // 3:
+            spans[full].append(begin.us_until(end))
     one_pair = (statistics.median(spans[True]) - statistics.median(spans[False])) / repeats
     return spread([one_pair])[0]
 
 
-def connect(member: Member, port: int) -> tuple[int, native.CudaContext]:
-    """Joins NCCL and stages the first view; once per process."""
+_joined: list[int] = []  # the port at which this process has met the others
+
+
+def connect(member: Member, port: int, nccl: bool = True) -> tuple[int, native.CudaContext]:
+    """Meets the other ranks at this port, once, and stages the first view."""
     ((rank, context),) = member.contexts.items()
-    if not dist.is_initialized():
-        torch.cuda.set_device(member.device)
-        shared = member.spec.sharing(member.index) > 1  # NCCL wants a GPU for each rank
+    device = use(member.device)
+    if _joined != [port]:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # NCCL wants a GPU for each rank.
+        nccl = nccl and member.spec.sharing(member.index) == 1 and device.type == "cuda"
         dist.init_process_group(
-            "gloo" if shared else "nccl",
+            "nccl" if nccl else "gloo",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=len(member.spec.ranks()),
-            device_id=None if shared else torch.device("cuda", member.device),
+            device_id=device if nccl else None,
         )
+        _joined[:] = [port]
     g = member.spec.shape()
     ranks = member.spec.ranks()
     experts, weights = fleet_cuda.uniform_placement(g, ranks)
@@ -187,24 +216,25 @@ def time_exchange(timer: Timer, index: int, batch: Batch, graph: bool) -> tuple[
     args = dispatch_args(index, 0, batch.x, abi.Dtype.BF16, batch.ids, batch.weights)
 
     def send() -> None:
-        context.dispatch(args, torch.cuda.current_stream().cuda_stream)
+        context.dispatch(args, current_stream().cuda_stream)
 
     def back() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream().cuda_stream
         context.combine(index, 0, tokens, batch.out.data_ptr(), abi.Dtype.BF16, stream)
 
     def both() -> None:
         send()
         back()
 
-    torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
     times = timer([send, back], tokens)
     result = context.result()
-    if not result.complete:
-        why = native.Why(result.fault.why).name
+    # All are told alike: whoever goes on meets the others.
+    if spread([float(not result.complete)])[0]:
+        why = "on another rank" if result.complete else native.Why(result.fault.why).name
         raise BenchError(f"exchange {index} with {tokens} tokens was torn: {why}")
-    return times, steady_us(context, both, tokens) if graph else 0.0
+    return times, steady_us(timer, both, tokens) if graph else 0.0
 
 
 def time_model(
@@ -219,36 +249,52 @@ def time_model(
     extras: bool = True,
     compare: str = "",
     tuning: int = 0,
+    nccl: bool = True,
+    go_on: bool = False,
 ) -> list[dict[str, Any]]:
-    """Runs in every child: all lines of one model.
+    """Runs in every child: all lines of one model. The first rank reports each as it comes, and
+    with `go_on` also what a torn exchange said.
 
     Raises:
-        BenchError: a timed step was torn.
+        BenchError: a timed step was torn, without `go_on`.
     """
-    rank, context = connect(member, port)
+    rank, context = connect(member, port, nccl)
     context.tune(native.Plan(plan), num_sms, native.Tuning(tuning))
-    hidden, experts, topk = MODELS[model]
+    hidden, experts, topk = SHAPES[model]
     ranks = len(member.spec.ranks())
-    timer = Timer(context, runs)
-    extras = extras and timer.alone
+    timer = Timer(context, runs, member.spec.sharing(member.index) == 1)
     chosen = [v for v in VARIANTS if v.name in variants]
-    lines = []
+    lines: list[dict[str, Any]] = []
+
+    def note(line: dict[str, Any]) -> None:
+        lines.append(line)
+        if rank == 0:
+            member.report(line)
+
     for count in tokens:
         batch = Batch.random(count, hidden, experts, topk, seed=100 + rank)
-        nccl = time_nccl(timer, batch, ranks) if extras else 0.0
-        fixed = {"model": model, "tokens": count, "nccl_us": nccl}
+        beside = time_nccl(timer, batch, ranks) if extras and timer.nccl else 0.0
+        fixed = {"model": model, "tokens": count, "nccl_us": beside}
         if compare:
             make = runpy.run_path(compare)["make"]
             pair = make(rank, ranks, batch.x, batch.ids, batch.weights, batch.out)
             times = timer(list(pair), count)
             moved = remote_bytes(VARIANTS[0], batch.ids, experts, ranks, hidden)
-            lines.append(_line(Path(compare).stem, times, 0.0, moved, fixed))
+            note(_line(Path(compare).stem, times, 0.0, moved, fixed))
         for i, v in enumerate(chosen):
             if count > max(v.caps):
                 continue
-            times, graph = time_exchange(timer, 2 * i + (count > DECODE_CAP), batch, extras)
+            try:
+                index, graphs = 2 * i + (count > DECODE_CAP), extras and timer.alone
+                times, graph = time_exchange(timer, index, batch, graphs)
+            except BenchError as error:
+                if not go_on:
+                    raise
+                if rank == 0:
+                    member.report({"failed": f"{model}, {v.name}, {count} tokens: {error}"})
+                continue
             moved = remote_bytes(v, batch.ids, experts, ranks, hidden)
-            lines.append(_line(v.name, times, graph, moved, fixed))
+            note(_line(v.name, times, graph, moved, fixed))
     return lines
 
 
@@ -276,43 +322,85 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def places(ranks: int) -> dict[str, Any]:
+    """A process per rank, on as many GPUs as there are."""
+    gpus = min(cuda_library.device_count(), ranks)
+    return {
+        "devices": tuple(r % gpus for r in range(ranks)),
+        "seats": tuple((r,) for r in range(ranks)),
+    }
+
+
+def measure_group(
+    model: str,
+    together: list[Variant],
+    tokens: list[int],
+    ranks: int,
+    *,
+    port: int,
+    pool: FleetPool | None = None,
+    limit_s: float = 300.0,
+    on_line: Callable[[dict[str, Any]], None] = lambda _: None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """The lines of variants that are exchanges of one group.
+
+    Args:
+        model: of `SHAPES`.
+        together: one of `groups`.
+        tokens: of each batch.
+        ranks: a process for each, on as many GPUs as there are.
+        port: where the processes meet; another one for other processes.
+        pool: where they come from.
+        limit_s: seconds that they may take.
+        on_line: gets each line as it comes, see `time_model`.
+        options: further arguments of `time_model`.
+
+    Raises:
+        NativeError: a process failed, with what it said, or took too long.
+    """
+    spec = fleet_cuda.FleetSpec(
+        geometry=model_geometry(*SHAPES[model], ranks=ranks, variants=together),
+        exchange_timeout_ms=60_000,
+        step_timeout_ms=60_000,
+        **places(ranks),
+    )
+    with fleet_cuda.Fleet(spec, pool) as fleet:
+        names = [v.name for v in together]
+        arguments = {"model": model, "tokens": tokens, "variants": names, "port": port}
+        fleet.start("elasticep.bench.exchange_cuda:time_model", **arguments, **options)
+        return list(fleet.finish(limit_s, lambda _, line: on_line(line))[0])
+
+
 def measure(
     models: list[str], tokens: list[int], variants: list[str], ranks: int = 2, **options: Any
 ) -> list[dict[str, Any]]:
     """All lines of `models`, from a process per rank on as many GPUs as there are."""
     lines: list[dict[str, Any]] = []
-    gpus = min(cuda_library.device_count(), ranks)
     for model in models:
         for together in groups(variants):
-            spec = fleet_cuda.FleetSpec(
-                geometry=model_geometry(*MODELS[model], ranks=ranks, variants=together),
-                devices=tuple(r % gpus for r in range(ranks)),
-                seats=tuple((r,) for r in range(ranks)),
-                exchange_timeout_ms=60_000,
-                step_timeout_ms=60_000,
-            )
-            with fleet_cuda.Fleet(spec) as fleet:
-                target = "elasticep.bench.exchange_cuda:time_model"
-                names = [v.name for v in together]
-                arguments = {"model": model, "tokens": tokens, "variants": names}
-                results = fleet.run(target, 300.0, port=free_port(), **arguments, **options)
-                lines += results[0]
+            lines += measure_group(model, together, tokens, ranks, port=free_port(), **options)
     return sorted(lines, key=lambda x: (models.index(x["model"]), x["tokens"]))
+
+
+HEAD: Final = (
+    "| model | variant | tokens | total us | dispatch | combine | in a graph | limit | NCCL |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(x: dict[str, Any]) -> str:
+    """A line as a row of the Markdown table."""
+    return (
+        f"| {x['model']} | {x['variant']} | {x['tokens']} | {x['total_us']:.1f} | "
+        f"{x['dispatch_us']:.1f} | {x['combine_us']:.1f} | {x['graph_us']:.1f} | "
+        f"{x['limit_us']:.1f} | {x['nccl_us'] or float('nan'):.1f} |"
+    )
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """The lines as a Markdown table."""
-    head = (
-        "| model | variant | tokens | total us | dispatch | combine | in a graph | limit | NCCL |"
-    )
-    rows = [head, "|---|---|---|---|---|---|---|---|---|"]
-    rows += [
-        f"| {x['model']} | {x['variant']} | {x['tokens']} | {x['total_us']:.1f} | "
-        f"{x['dispatch_us']:.1f} | {x['combine_us']:.1f} | {x['graph_us']:.1f} | "
-        f"{x['limit_us']:.1f} | {x['nccl_us'] or float('nan'):.1f} |"
-        for x in lines
-    ]
-    return "\n".join(rows)
+    return "\n".join([HEAD, *(row(x) for x in lines)])
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:

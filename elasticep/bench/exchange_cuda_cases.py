@@ -5,6 +5,7 @@ from typing import Final, Self
 
 import torch
 
+from elasticep.bench.device_streams import EMULATED
 from elasticep.native import abi
 from elasticep.wire import WireDtype
 
@@ -15,6 +16,9 @@ MODELS: Final[dict[str, tuple[int, int, int]]] = {
     "deepseek-v3": (7168, 256, 8),
 }
 """Hidden, experts, top-k."""
+REHEARSAL: Final = "rehearsal"
+SHAPES: Final = {**MODELS, REHEARSAL: (256, 16, 4)}
+"""The models, and one for a machine whose times say nothing."""
 _GROUP: Final = 4  # variants of a group, each with a decode and a prefill exchange
 
 
@@ -58,6 +62,12 @@ VARIANTS: Final = (
     Variant("LOW_LATENCY", _L.MASKED, copies=_C.PER_EXPERT, reduce=abi.Reduce.PER_EXPERT),
     Variant("NORMAL", _L.ARRIVAL, cpu_sync=True),
     Variant("ALLGATHER", _L.ARRIVAL, copies=_C.ALL),
+    Variant("NORMAL fp8", _L.ARRIVAL, abi.Dtype.FP8, cpu_sync=True),
+    Variant(
+        *("LOW_LATENCY fp8", _L.MASKED, abi.Dtype.FP8),
+        copies=_C.PER_EXPERT,
+        reduce=abi.Reduce.PER_EXPERT,
+    ),
 )
 
 
@@ -128,9 +138,10 @@ class Batch:
     @classmethod
     def random(cls, tokens: int, hidden: int, experts: int, topk: int, seed: int) -> Self:
         """Normal rows and uniform routing."""
-        generator = torch.Generator("cuda").manual_seed(seed)
-        x = torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16()
-        scores = torch.randn(tokens, experts, device="cuda", generator=generator)
+        device = "cpu" if EMULATED else "cuda"
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(tokens, hidden, device=device, generator=generator).bfloat16()
+        scores = torch.randn(tokens, experts, device=device, generator=generator)
         ids = scores.topk(topk, -1)[1].int()
-        weights = torch.rand(tokens, topk, device="cuda", generator=generator)
+        weights = torch.rand(tokens, topk, device=device, generator=generator)
         return cls(x, ids, weights, torch.empty_like(x))

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 from elasticep import errors
 from elasticep.bench import fleet_cuda_pool
 from elasticep.bench.fleet_cuda_pool import Child, FleetPool, left_over
+from elasticep.config import MAX_SEATS
 from elasticep.native import abi, region
 from elasticep.native import cuda as native
 from elasticep.native.watcher import Watcher
@@ -80,6 +81,9 @@ class Fleet:
         spec: who runs where.
         pool: gives the children and takes them back; None: new ones, which end with the fleet.
 
+    Attributes:
+        watcher: of the ranks, or the first 63 of them.
+
     Raises:
         NativeError: a child failed to start; carries its traceback.
     """
@@ -99,14 +103,17 @@ class Fleet:
         )
         self.headers: dict[int, region.Header] = {}
         header_fds: dict[int, int] = {}
-        self.watcher = Watcher()
-        for rank in spec.ranks():
+        ranks = spec.ranks()
+        self._watchers = [Watcher() for _ in range(0, len(ranks), MAX_SEATS)]
+        self.watcher = self._watchers[0]
+        for place, rank in enumerate(ranks):
             fd = region.create_memory(f"header-{rank}", layout.header_bytes)
             region.format_header(fd, geometry, rank, timeouts)
             header = region.Header(fd, layout.digest)
             header.grant(1)
-            self.watcher.watch(rank, GROUP_KEY, header)
-            self.watcher.peer_add(GROUP_KEY, header)
+            self._watchers[place // MAX_SEATS].watch(rank, GROUP_KEY, header)
+            for watcher in self._watchers:
+                watcher.peer_add(GROUP_KEY, header)
             self.headers[rank] = header
             header_fds[rank] = fd
         self.children: list[Child] = []
@@ -226,7 +233,8 @@ class Fleet:
         complaints = self._leave()
         if not self._keep:
             self._pool.close()
-        self.watcher.close()
+        for watcher in self._watchers:
+            watcher.close()
         for header in self.headers.values():
             header.close()
         if complaints and self._keep and not self._failed:

@@ -13,11 +13,12 @@ from typing import Any, Final
 import torch
 
 from elasticep.bench.device_cuda import arrived, dispatch_args
+from elasticep.bench.device_streams import Graph, copy, synchronize, use
 from elasticep.bench.fleet_cuda import Fleet, FleetSpec
 from elasticep.bench.fleet_cuda_child import Member
 from elasticep.bench.fleet_cuda_pool import Child
 from elasticep.errors import NativeError
-from elasticep.native import abi, cuda_library
+from elasticep.native import abi
 from elasticep.native import cuda as native
 
 TOKENS: Final = 64
@@ -68,30 +69,29 @@ class Decode:
     """A captured step of `LAYERS` exchanges, with experts that return their input."""
 
     def __init__(self, member: Member) -> None:
-        torch.cuda.set_device(member.device)
+        device = use(member.device)
         ((self.rank, self.context),) = member.contexts.items()
         g = member.spec.shape()
-        self.x = torch.randn(TOKENS, g.hidden, device="cuda").bfloat16()
-        self.ids = torch.randint(g.experts, (TOKENS, g.topk), device="cuda")
-        self.weights = torch.ones(TOKENS, g.topk, device="cuda")
+        self.x = torch.randn(TOKENS, g.hidden, device=device).bfloat16()
+        self.ids = torch.randint(g.experts, (TOKENS, g.topk), device=device)
+        self.weights = torch.ones(TOKENS, g.topk, device=device)
         self.out = torch.empty_like(self.x)
         self.a = arrived(self.context, 0)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            stream = torch.cuda.current_stream().cuda_stream
+        synchronize()
+        self.graph = Graph()
+        with self.graph.capture() as stream:
             self.context.step_begin(TOKENS, stream)
             for layer in range(LAYERS):
                 args = dispatch_args(0, layer, self.x, abi.Dtype.BF16, self.ids, self.weights)
                 self.context.dispatch(args, stream)
-                self.a.out.copy_(self.a.rows)
+                copy(self.a.out, self.a.rows, stream)
                 self.context.combine(0, 0, TOKENS, self.out.data_ptr(), abi.Dtype.BF16, stream)
             self.context.step_end(stream)
 
     def step(self) -> native.StepResult:
         """One replay, waited for."""
         self.graph.replay()
-        torch.cuda.synchronize()
+        synchronize()
         return self.context.result()
 
 
@@ -134,8 +134,8 @@ class Line:
     tries: int
 
 
-def once(ranks: int, killed: int, devices: tuple[int, ...]) -> Line:
-    """Kills the last `killed` ranks of `ranks` when all serve.
+def once(ranks: int, killed: int, devices: tuple[int, ...], limit_s: float = 120.0) -> Line:
+    """Kills the last `killed` ranks of `ranks` when all serve; `limit_s`: seconds for all of it.
 
     Raises:
         NativeError: a survivor failed.
@@ -161,7 +161,7 @@ def once(ranks: int, killed: int, devices: tuple[int, ...]) -> Line:
                     victim.process.kill()
 
         fleet.start("elasticep.bench.recovery_cuda:serve", steps=20)
-        results = [r for r in fleet.finish(120.0, on_report, may_die=True) if r]
+        results = [r for r in fleet.finish(limit_s, on_report, may_die=True) if r]
     if len(results) != len(alive) or not all(r["rest"] for r in results):
         raise NativeError(f"not every survivor went on: {results}")
     last = {k: max(r[k] for r in results) for k in ("back_ns", "complete_ns", "tries")}
@@ -172,14 +172,6 @@ def once(ranks: int, killed: int, devices: tuple[int, ...]) -> Line:
         complete_ms=(last["complete_ns"] - killed_ns) / 1e6,
         tries=last["tries"],
     )
-
-
-def measure(ranks: int, rounds: int) -> list[Line]:
-    """`rounds` times one rank killed, then two at once where three are left by one."""
-    gpus = min(cuda_library.device_count(), ranks)
-    devices = tuple(r % gpus for r in range(ranks))
-    kills = [k for k in (1, 2) if ranks - k >= 1]
-    return [once(ranks, k, devices) for k in kills for _ in range(rounds)]
 
 
 def table(lines: list[Line]) -> str:
