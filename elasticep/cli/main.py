@@ -83,7 +83,8 @@ class LazyGroup(click.Group):
             raise
         except click.ClickException as error:
             if ctx.meta[_AS_JSON]:
-                click.echo(error_json("USAGE", error.format_message()))
+                reason = getattr(error, "reason", "USAGE")
+                click.echo(error_json(reason, error.format_message()))
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:

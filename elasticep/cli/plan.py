@@ -7,7 +7,7 @@ Nothing is measured and no cluster is needed: every figure is a formula of `elas
 import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -100,6 +100,13 @@ def plan_preset(
 class _Refusal(click.ClickException):
     exit_code = 2
 
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+        self.reason = reason
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.reason}: {self.format_message()}", file=file, err=file is None)
+
 
 class _OneLineCommand(click.Command):
     """Says what is wrong with its arguments in one line, without the usage."""
@@ -108,11 +115,8 @@ class _OneLineCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            _refuse(f"{error.format_message()} See: elasticep plan --help")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _Refusal(" ".join(message.split()))
+            message = f"{error.format_message()} See: elasticep plan --help"
+            raise _Refusal("USAGE", message) from None
 
 
 @click.command("plan", cls=_OneLineCommand)
@@ -207,7 +211,7 @@ def plan(
             plan_preset(name, spec, geometry, ranks, tokens, sms) for name, spec in specs.items()
         ]
     except ElasticEPError as error:
-        _refuse(f"{error.reason}: {error}")
+        raise _Refusal(error.reason, str(error)) from None
     report = _report(shape, geometry, ranks, tokens, specs["ROUTED"], plans)
     if output == "json":
         click.echo(json.dumps(report, indent=2))

@@ -43,7 +43,6 @@ def test_that_nobody_answers_is_told_as_json(line: str) -> None:
         ("policy g --set nix=1", "CONFIG_INVALID", "nix"),
         ("group create /nowhere/group.toml", "CONFIG_INVALID", "/nowhere/group.toml"),
         ("checkpoint /nowhere", "CHECKPOINT_INVALID", "/nowhere"),
-        ("plan --model nix --ranks 8 --tokens 64", "USAGE", "nix"),
         ("drain g", "USAGE", "Missing argument 'RANKS'"),
         ("status --timeout soon", "USAGE", "--timeout"),
         ("nix", "USAGE", "No such command 'nix'"),
@@ -56,6 +55,26 @@ def test_what_cannot_be_used_is_told_as_json(line: str, reason: str, said: str, 
     error = json.loads(done.stdout)["error"]
     assert error["reason"] == reason
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "said"),
+    [
+        ("--model nix --ranks 8 --tokens 64", "CONFIG_INVALID", "no model or file 'nix'"),
+        ("--model deepseek-v3 --ranks 4 --tokens 8 --slots 3", "GEOMETRY_INVALID", "12 slots"),
+        ("--model deepseek-v3 --ranks 4", "USAGE", "--tokens"),
+    ],
+)
+def test_a_plan_is_refused_with_the_same_reason_in_both_forms(
+    arguments: str, reason: str, said: str
+) -> None:
+    plain = CliRunner().invoke(cli, ["plan", *arguments.split()])
+    asked = CliRunner().invoke(cli, ["plan", *arguments.split(), "--output", "json"])
+    assert plain.exit_code == asked.exit_code == 2
+    error = json.loads(asked.stdout)["error"]
+    assert error["reason"] == reason
+    assert said in error["message"]
+    assert plain.stderr == f"error: {reason}: {error['message']}\n"
 
 
 def test_words_stay_on_stderr_and_the_status_says_what_kind_of_error_it_was() -> None:
