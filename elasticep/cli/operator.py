@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -174,10 +174,14 @@ def print_parts(parts: "list[RenderableType]") -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
+# The kernel's word depends on whether ours had been sent when the other side closed.
+_BROKEN_OFF: Final = ("socket closed", "reset by peer", "broken pipe", "handshake failed")
+
+
 def _hung_up(error: ElasticEPError) -> bool:
     """Whether somebody took the connection and broke off before it answered."""
     told = str(error).lower()
-    return any(word in told for word in ("socket closed", "reset by peer", "handshake failed"))
+    return any(word in told for word in _BROKEN_OFF)
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from elasticep.cli import operator
 from elasticep.cli.main import cli
 from elasticep.errors import ConfigError, ElasticEPError, NotLeader, Unavailable
 from elasticep.proto import controller_pb2, controller_pb2_grpc, types_pb2
@@ -123,6 +124,7 @@ def test_a_controller_that_ends_as_it_is_asked_is_asked_again() -> None:
     ):
         listening.bind(f"{folder}/c")
         listening.listen()
+        listening.settimeout(60)
 
         def end_twice() -> None:
             for _ in range(2):
@@ -137,6 +139,13 @@ def test_a_controller_that_ends_as_it_is_asked_is_asked_again() -> None:
     assert isinstance(error, Unavailable)
     assert "is `elasticep controller` running?" in str(error)
     assert "--tls-cert" not in str(error)
+
+
+@pytest.mark.parametrize("word", ["recvmsg:Connection reset by peer", "sendmsg: Broken pipe (32)"])
+def test_who_closes_before_it_reads_has_hung_up_too(word: str) -> None:
+    told = f"failed to connect to all addresses; last error: UNAVAILABLE: unix:/c: {word}"
+    assert operator._hung_up(Unavailable(told))
+    assert not operator._hung_up(Unavailable("connect: No such file or directory (2)"))
 
 
 def test_a_controller_that_is_slow_to_take_a_connection_is_asked_again() -> None:
