@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import click
 
-from elasticep.bench import exchange_cuda, gpus_report, recovery_cuda
+from elasticep.bench import exchange_cuda, exchange_cuda_report, gpus_report, recovery_cuda
+from elasticep.bench.acceptance_report import machine
 from elasticep.bench.exchange_cuda_cases import MODELS, SHAPES, VARIANTS, Variant, groups
 from elasticep.bench.fleet_cuda_pool import FleetPool
 from elasticep.errors import ElasticEPError
@@ -49,7 +50,7 @@ class Run:
         self.lines: list[dict[str, Any]] = []
         self.kills: list[recovery_cuda.Line] = []
         self.tasks: list[dict[str, Any]] = []
-        self._facts = {"ranks": ranks, "gpus": gpus, "machine": gpus_report.machine()}
+        self._facts = {"ranks": ranks, "gpus": gpus, "machine": machine()}
         self._deadline = time.monotonic() + limit_s
         self._out = out
         self._longest: dict[str, float] = {}  # seconds that a task of a kind has taken
@@ -98,7 +99,7 @@ class Run:
             click.echo(line["failed"], err=True)
         else:
             self.lines.append(line)
-            click.echo(exchange_cuda.row(line))
+            click.echo(exchange_cuda_report.row(line))
         self.save()
 
     def save(self) -> None:
@@ -115,7 +116,7 @@ class Run:
         if self._out is None or not self.lines:
             return
         try:
-            exchange_cuda.plot(self.lines, self._out / "gpus.png")
+            exchange_cuda_report.plot(self.lines, self._out / "gpus.png")
         except ImportError as error:
             click.echo(f"no picture: {error}", err=True)
 
@@ -198,15 +199,17 @@ def main(arguments: Sequence[str]) -> int:
     """Runs it; exit status, see `Run.status`."""
     given = parse(arguments)
     try:
-        gpus = cuda_library.device_count()
+        gpus, why = cuda_library.device_count(), ""
     except ElasticEPError as error:
-        click.echo(f"bench gpus needs a CUDA device: {error}", err=True)
+        gpus, why = 0, f": {error}"
+    if gpus < 1:
+        click.echo(f"bench gpus needs a CUDA device{why}", err=True)
         return 1
     ranks = given.ranks or gpus
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
     run = Run(ranks, gpus, given.limit, given.out)
-    click.echo(f"{ranks} ranks on {min(gpus, ranks)} GPUs\n\n{exchange_cuda.HEAD}")
+    click.echo(f"{ranks} ranks on {min(gpus, ranks)} GPUs\n\n{exchange_cuda_report.HEAD}")
     exchanges = Exchanges(run, ranks, given.tokens, given.runs)
     # Half a minute for each of the first kills.
     keep_s = min(60.0, 0.2 * given.limit) if given.kill_rounds else 0.0

@@ -5,10 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticep.bench import exchange_cuda, recovery_cuda
-from elasticep.bench.acceptance_report import machine
-
-__all__ = ["PUBLISHED", "Published", "beside_peers", "machine", "recovery", "report"]
+from elasticep.bench import exchange_cuda_report, recovery_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def report(found: Mapping[str, Any]) -> str:
         f"{time.strftime('%Y-%m-%d')}; {found['machine']}.",
     ]
     for title, table in (
-        ("Exchange", exchange_cuda.table(timed).splitlines()),
+        ("Exchange", exchange_cuda_report.table(timed).splitlines()),
         ("Beside what peers publish", beside_peers(timed, found["ranks"])),
         ("Ranks killed", recovery(kills)),
     ):

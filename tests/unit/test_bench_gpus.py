@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from elasticep.bench import __main__ as bench
-from elasticep.bench import exchange_cuda, gpus, gpus_report, recovery_cuda
+from elasticep.bench import (
+    exchange_cuda,
+    exchange_cuda_report,
+    gpus,
+    gpus_report,
+    recovery_cuda,
+)
 from elasticep.bench.exchange_cuda_cases import VARIANTS, Variant
 from elasticep.errors import NativeError
 from elasticep.native import cuda_library
@@ -56,8 +62,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     monkeypatch.setattr(cuda_library, "device_count", lambda: 4)
     monkeypatch.setattr(exchange_cuda, "measure_group", made.exchange)
     monkeypatch.setattr(recovery_cuda, "once", made.kill)
-    monkeypatch.setattr(gpus_report, "machine", lambda: "4 x none")
-    monkeypatch.setattr(exchange_cuda, "plot", lambda _lines, path: path.write_bytes(b"png"))
+    monkeypatch.setattr(gpus, "machine", lambda: "4 x none")
+    monkeypatch.setattr(exchange_cuda_report, "plot", lambda _lines, path: path.write_bytes(b"png"))
     return made
 
 
@@ -157,6 +163,25 @@ def test_where_nccl_does_not_work_it_is_timed_without(
     assert fakes.nccl == [False] * 6
     names = [t["name"] for t in found(tmp_path)["tasks"]]
     assert names[1] == f"{names[0]}, without NCCL"
+
+
+def test_without_a_gpu_nothing_is_begun(
+    fakes: Fakes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cuda_library, "device_count", lambda: 0)
+    assert gpus.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(cuda_library, "device_count", lambda: fails("no library")({}))
+    assert gpus.main(["--ranks", "8", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert (
+        said.err == "bench gpus needs a CUDA device\nbench gpus needs a CUDA device: no library\n"
+    )
+    assert not said.out
+    assert not fakes.asked
+    assert not list(tmp_path.iterdir())
 
 
 def test_published_times_stand_beside_ours() -> None:
