@@ -112,16 +112,16 @@ def _request(group: str, options: dict[str, Any]) -> "RebalanceRequest":
             raise ConfigError(f"cannot read {options['plan_file']}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{options['plan_file']} is no text, so no JSON") from None
-        try:
-            json.loads(request.plan_json)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{options['plan_file']} is no JSON: {error}") from None
         if request.ByteSize() > MAX_PLAN_BYTES:
             raise ConfigError(
                 f"{options['plan_file']} makes a request of {request.ByteSize()} bytes; a "
                 f"controller takes {MAX_PLAN_BYTES}: write it without spaces and line breaks, "
                 "or in a form without weights"
             )
+        try:
+            json.loads(request.plan_json)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{options['plan_file']} is no JSON: {error}") from None
     return request
 
 

@@ -274,6 +274,16 @@ def test_a_plan_larger_than_a_request_is_refused_before_it_is_sent(tmp_path: Pat
     assert "a controller takes 33554432: write it without spaces" in str(error)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[[0, 1], [2, 3]", "[" * 200_000])
+def test_a_plan_that_is_no_json_is_refused_by_its_name(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    line = f"rebalance g --import {file} --controllers 127.0.0.1:1"
+    error = CliRunner().invoke(cli, line.split()).exception
+    assert isinstance(error, ConfigError)
+    assert f"{file} is no JSON: " in str(error)
+
+
 def test_a_plan_that_an_older_controller_does_not_take_is_refused_with_both_sizes(
     tmp_path: Path,
 ) -> None:
