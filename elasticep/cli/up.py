@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from elasticep.proto.controller_pb2 import GetClusterResponse
     from elasticep.proto.controller_pb2_grpc import ControllerServiceAsyncStub
 
-_LONG_S: Final = 3600.0
+# A signal that comes just before a wait begins does not end it: Python acts on it afterwards.
+_WAIT_S: Final = 0.5
 _LEAD_S: Final = 60.0
 
 
@@ -126,7 +127,7 @@ def _places(cluster: Cluster) -> dict[str, Any]:
 def _follow(cluster: Cluster, tell: Callable[[dict[str, Any]], None]) -> None:
     """Tell what ends and comes back, for good."""
     while True:
-        for event in cluster.events(_LONG_S):
+        for event in cluster.events(_WAIT_S):
             if event["event"] in ("exited", "ready"):
                 tell(
                     {

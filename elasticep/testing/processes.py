@@ -13,6 +13,19 @@ def alive(pid: int) -> bool:
     return any(state not in "ZX" for state in _states(pid))
 
 
+def descriptors(pid: int) -> list[str]:
+    """What each descriptor of a process refers to, as proc(5) has it; one may be closed meanwhile.
+
+    Raises:
+        FileNotFoundError: there is no such process.
+    """
+    held = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            held.append(os.readlink(path))
+    return held
+
+
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until no thread of the process runs.
 

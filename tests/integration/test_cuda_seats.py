@@ -7,7 +7,6 @@ plane can run on what the daemon keeps: allocator, descriptors, seats and views 
 import os
 import shutil
 import subprocess
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,7 @@ from elasticep.proto import controller_pb2, types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
+from elasticep.testing.processes import descriptors
 
 # epc_region_create: a memfd of the group's size; 6 takes for ever, 7 is full, 8 missing, 9 broken.
 _LIBRARY = r"""
@@ -205,10 +205,7 @@ def test_a_group_is_let_go_of_whether_its_memory_is_there_or_coming_or_cannot_be
         lab.controller.order("n0", controller_pb2.ControllerMessage(forgotten=gone))
         wait_for(lambda: daemon.events("group.forgotten"), "the group to be let go of")
         wait_for(lambda: lab.processes() == [daemon.pid], "its allocator to be gone")
-        held = []
-        for path in Path(f"/proc/{daemon.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # it was closed just now
-                held.append(str(path.readlink()))
+        held = descriptors(daemon.pid)
         assert held
         assert not [name for name in held if "stand-in" in name]
 

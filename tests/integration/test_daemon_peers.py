@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import grpc
 import pytest
@@ -13,7 +12,7 @@ from elasticep.proto import controller_pb2, node_pb2, types_pb2
 from elasticep.spec import ExchangeSpec
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, EngineProcess, reason_of, view_of, wait_for
-from elasticep.testing.processes import stop
+from elasticep.testing.processes import descriptors, stop
 
 MEMBERS = {0: (1, "n0"), 1: (1, "n1")}
 
@@ -112,8 +111,7 @@ def test_a_restarted_daemon_maps_its_peers_again() -> None:
 
 
 def memfds(daemon: DaemonProcess) -> list[str]:
-    links = [fd for fd in Path(f"/proc/{daemon.pid}/fd").iterdir() if fd.is_symlink()]
-    return [name for fd in links if (name := os.readlink(fd)).startswith("/memfd:")]
+    return [name for name in descriptors(daemon.pid) if name.startswith("/memfd:")]
 
 
 def test_a_daemon_that_does_not_answer_is_named_within_the_deadline() -> None:

@@ -16,6 +16,7 @@ from elasticep.native import abi
 from elasticep.proto import node_pb2, node_pb2_grpc
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, wait_for
+from elasticep.testing.processes import descriptors
 
 
 def dial(daemon: DaemonProcess) -> socket.socket:
@@ -133,9 +134,8 @@ def test_garbage_on_the_socket_costs_its_sender_the_connection_and_nothing_else(
         os.close(read_fd)
         os.close(write_fd)
         assert lab.step(engines) == ["stepped 1 2 1"] * 2
-        held = Path(f"/proc/{daemon.pid}/fd")
         wait_for(
-            lambda: pipe not in {os.readlink(fd) for fd in held.iterdir() if fd.is_symlink()},
+            lambda: pipe not in descriptors(daemon.pid),
             "every descriptor that came with garbage to be closed",
         )
 

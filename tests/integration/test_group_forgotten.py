@@ -1,10 +1,8 @@
 """A daemon that is told that a group was deleted: what runs ends, memory and metrics go."""
 
-import os
 import signal
 import threading
 import urllib.request
-from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +13,7 @@ from elasticep.geometry import GroupGeometry
 from elasticep.proto import controller_pb2, types_pb2
 from elasticep.testing.lab import Lab, small_config
 from elasticep.testing.node import DaemonProcess, reason_of, wait_for
-from elasticep.testing.processes import stop
+from elasticep.testing.processes import descriptors, stop
 from elasticep.testing.weights import WeightsLab
 
 WHY = "group 'g' was deleted: too large"
@@ -32,13 +30,7 @@ def forget(lab: Lab, node: str, incarnation: int, epoch: int = 40) -> None:
 
 def memory_of(daemon: DaemonProcess) -> list[str]:
     """The group's memory that the daemon holds, by the names of its descriptors."""
-    held = []
-    for each in Path(f"/proc/{daemon.pid}/fd").iterdir():
-        try:
-            held.append(os.readlink(each))
-        except FileNotFoundError:
-            continue
-    return [name for name in held if "memfd:" in name]
+    return [name for name in descriptors(daemon.pid) if "memfd:" in name]
 
 
 def page(daemon: DaemonProcess) -> str:

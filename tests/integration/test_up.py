@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from elasticep.cli.up import _follow
+from elasticep.testing.cluster import Cluster
 from elasticep.testing.etcd import LocalEtcd
 from elasticep.testing.units import descendants
 
@@ -100,6 +102,23 @@ def test_an_etcd_that_runs_already_is_used_and_left_alone() -> None:
             assert told(process) == {"event": "stopped"}
             assert process.wait(120) == 0
         assert etcd.leader().pid
+
+
+def test_a_signal_that_comes_just_before_a_wait_is_heard_within_a_second() -> None:
+    """Such a signal does not end the wait: Python acts on it when that is over."""
+    waits: list[float] = []
+
+    class Quiet:
+        def events(self, timeout: float) -> list[dict[str, Any]]:
+            waits.append(timeout)
+            if len(waits) == 3:
+                raise KeyboardInterrupt
+            return []
+
+    with pytest.raises(KeyboardInterrupt):
+        _follow(cast(Cluster, Quiet()), lambda _: None)
+    assert len(waits) == 3
+    assert max(waits) <= 1.0
 
 
 def test_a_person_reads_what_to_set() -> None:
